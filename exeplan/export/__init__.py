@@ -5,7 +5,7 @@
 
 import pkgutil
 from collections.abc import Iterator
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from exeplan.errors import InputError
@@ -50,6 +50,8 @@ def engine_model(model: str) -> str:
 
 def installed_remark(export: "Export") -> Iterator[str]:
     """A sentence where the engine is installed here in a version whose options may be others."""
+    from importlib import metadata  # As slow to load as all exporters.
+
     try:
         found = metadata.version(export.package)
     except metadata.PackageNotFoundError:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
+from importlib import import_module
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.queues import SimpleQueue
 from typing import Any
@@ -16,7 +17,7 @@ from exeplan.core.schedule import Estimate, Placement, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.infeasible import policy_refusal
 from exeplan.planner.choice.search_progress import Counter, Message, SearchProgress, Tell, tell_nothing
-from exeplan.planner.choice.search_space import search_variants
+from exeplan.planner.choice.search_space import Outcomes, search_variants
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replicas import (
     best_division,
@@ -101,12 +102,13 @@ def candidate(
     at_least: float = 0.0,
     without: Sequence[tuple[Placement, Schedule]] = (),
     known: Known | None = None,
+    outcomes: Outcomes | None = None,
     tell: Tell = tell_nothing,
 ) -> Candidate:
     """The best schedule of a policy under the bounds, in none of the variants of the schedules `without`.
 
     One of less throughput than `at_least` need not be found. The cost of a search `before` is added. What is `known`
-    is not searched again, and what is found is added to it.
+    is not searched again, and what is found is added to it, as `outcomes` are.
     """
     key = _key(problem, policy, method)
     if known is not None and not without and key in known and _covers(known[key], at_least):
@@ -120,6 +122,7 @@ def candidate(
             at_least=at_least,
             without=without,
             evaluated=Counter(tell),
+            outcomes=outcomes,
         )
         if known is not None and not without:
             known[key] = at_least, found
@@ -185,26 +188,29 @@ def candidates(
     workers = num_workers(problem, policies)
     if workers == 1:
         tell = progress.take if progress else tell_nothing
-        found: dict[Key, Candidate] = {}
+        found, outcomes = dict[Key, Candidate](), Outcomes()
         for policy in policies:
             most = max(map(sustained, found.values()), default=0.0) if len(parts) == 1 else 0.0
-            found |= _of_policy(problem, parts, policy, method, known, tell, at_least=rivals * most)
+            found |= _of_policy(problem, parts, policy, method, known, outcomes, tell, at_least=rivals * most)
         return found
     context = get_context("fork")
     told: SimpleQueue[Message] = context.SimpleQueue()
     with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(problem, parts, known, told)) as pool:
         order = _largest_first(problem, policies)
-        futures = {policy: pool.submit(_shared_candidates, policy, method) for policy in order}
-        _follow([*futures.values()], told, progress)
-        done = [futures[policy].result() for policy in policies]
+        futures = [pool.submit(_shared_candidates, alike, method) for alike in order]
+        import_module("scipy.special")  # The replays need it: it is loaded while this process has nothing to do.
+        _follow(futures, told, progress)
+        done = [future.result() for future in futures]
     for _, new in done:
         known |= new
-    return {key: one for of_policy, _ in done for key, one in of_policy.items()}
+    found = {key: one for of_policies, _ in done for key, one in of_policies.items()}
+    return {key: found[key] for policy in policies for key in found if key[1] == policy}
 
 
-def _largest_first(problem: Problem, policies: Sequence[str]) -> list[str]:
+def _largest_first(problem: Problem, policies: Sequence[str]) -> list[list[str]]:
     """By what their searches are likely to take, so that no worker is left alone with a long one: stages that prefill
-    are split off in several ways, enumerated variables are tried one by one, knobs by bisection."""
+    are split off in several ways, enumerated variables are tried one by one, knobs by bisection. Policies of one law,
+    which share outcomes, are together."""
 
     def size(policy: str) -> tuple[bool, float]:
         module = load_policy(policy)
@@ -212,7 +218,10 @@ def _largest_first(problem: Problem, policies: Sequence[str]) -> list[str]:
         points = math.prod(len(knob.values).bit_length() for knob in knobs)
         return module.SEPARATE_STAGES, len(module.enumerated(num_stages=2)) * points**_OF_POINTS
 
-    return sorted(policies, key=size, reverse=True)
+    alike: dict[Hashable, list[str]] = {}
+    for policy in sorted(policies, key=size, reverse=True):
+        alike.setdefault(load_policy(policy).steady_state, []).append(policy)
+    return list(alike.values())
 
 
 def _follow(futures: Sequence[Future[Any]], told: "SimpleQueue[Message]", progress: SearchProgress | None) -> None:
@@ -235,6 +244,7 @@ def _of_policy(
     policy: str,
     method: str,
     known: Known,
+    outcomes: Outcomes,
     tell: Tell,
     *,
     at_least: float = 0.0,
@@ -242,7 +252,7 @@ def _of_policy(
     """One policy's candidates. A large pipeline is searched for more than small ones on as many GPUs have together."""
     found: dict[int, Candidate] = {}
     for size, part in parts.items():
-        found[size] = _of_size(problem, part, policy, method, found, known, tell, at_least=at_least)
+        found[size] = _of_size(problem, part, policy, method, found, known, outcomes, tell, at_least=at_least)
     if problem.cluster is None or problem.one_pipeline:
         return {(size, policy): one for size, one in found.items()}
     tried = {*found, *pipeline_sizes(problem.cluster)}
@@ -250,7 +260,7 @@ def _of_policy(
         tried.update(sizes)
         for size in sizes:
             if between := part_of(problem, size):
-                found[size] = _of_size(problem, between, policy, method, found, known, tell)
+                found[size] = _of_size(problem, between, policy, method, found, known, outcomes, tell)
     return {(size, policy): one for size, one in found.items()}
 
 
@@ -261,6 +271,7 @@ def _of_size(
     method: str,
     smaller: Mapping[int, Candidate],
     known: Known,
+    outcomes: Outcomes,
     tell: Tell,
     *,
     at_least: float = 0.0,
@@ -275,7 +286,7 @@ def _of_size(
     else:
         fitting = {size: value for size, value in rates.items() if part.cluster and size <= part.cluster.num_gpus}
         beaten = max(at_least, division_throughput(fitting, best_division(fitting, part.cluster)))
-    found = candidate(part, policy, method, at_least=beaten, known=known, tell=tell)
+    found = candidate(part, policy, method, at_least=beaten, known=known, outcomes=outcomes, tell=tell)
     tell((part.cluster.num_gpus if part.cluster else 1, policy))
     return found
 
@@ -310,9 +321,10 @@ def _share(problem: Problem, parts: Mapping[int, Problem], known: Known, told: "
     _shared[:] = [(problem, parts, known, told)]
 
 
-def _shared_candidates(policy: str, method: str) -> tuple[dict[Key, Candidate], Known]:
-    """A policy's candidates, and the searches that were not known before."""
+def _shared_candidates(policies: Sequence[str], method: str) -> tuple[dict[Key, Candidate], Known]:
+    """The candidates of policies of one law, and the searches that were not known before."""
     problem, parts, known, told = _shared[0]
-    before = dict(known)
-    found = _of_policy(problem, parts, policy, method, known, told.put)
+    before, found, outcomes = dict(known), dict[Key, Candidate](), Outcomes()
+    for policy in policies:
+        found |= _of_policy(problem, parts, policy, method, known, outcomes, told.put)
     return found, {key: one for key, one in known.items() if before.get(key) is not one}

@@ -9,7 +9,7 @@ method 'exhaustive' searches all variants that a policy lists, and no others.
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +36,8 @@ _AROUND = 16
 """How many values below and above those of the best point are all tried, where throughput falls on the way up."""
 _SLACK = 0.02
 """A variant that misses a limit, or the best throughput, by less than this may still contain the winner."""
+Outcomes = dict[Hashable, Outcome]
+"""Of the schedules evaluated for one request, by law, placement and variables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +59,26 @@ class Variant:
         return same and placement == self.problem.cost.placement
 
     def grid(
-        self, policy: Policy, knobs: Sequence[Knob], limits: Limits, evaluated: Callable[[], None] = lambda: None
+        self,
+        policy: Policy,
+        knobs: Sequence[Knob],
+        limits: Limits,
+        evaluated: Callable[[], None] = lambda: None,
+        outcomes: Outcomes | None = None,
     ) -> Grid:
-        """Its grid, with no point evaluated; `evaluated` is called for each point that is."""
+        """Its grid, with no point evaluated; `evaluated` is called for each point that is.
+
+        Points that are one schedule, or one of another policy of the same law, have one outcome.
+        """
+        known = {} if outcomes is None else outcomes
 
         def evaluate(point: Mapping[str, int]) -> Outcome:
-            evaluated()
-            return self.problem.evaluate(policy.schedule({**point, **self.enumerated}, self.problem.workload))
+            schedule = policy.schedule({**point, **self.enumerated}, self.problem.workload)
+            key = policy.steady_state, self.problem.cost.placement, tuple(sorted(schedule.variables.items()))
+            if key not in known:
+                evaluated()
+                known[key] = self.problem.evaluate(schedule)
+            return known[key]
 
         return Grid(knobs, evaluate, limits)
 
@@ -117,12 +132,15 @@ def search_variants(
     at_least: float = 0.0,
     without: Sequence[tuple[Placement, Schedule]] = (),
     evaluated: Callable[[], None] = lambda: None,
+    outcomes: Outcomes | None = None,
 ) -> tuple[Result, Placement] | None:
     """The merged searches of all variants, and the placement of their best point, or of their lowest-latency one.
 
     A best point of less throughput than `at_least` need not be found. Variants that contain one of the placed schedules
-    in `without` are left out. `evaluated` is called for each point. None where the policy cannot be placed.
+    in `without` are left out. `evaluated` is called for each schedule that is evaluated, whose outcome is added to the
+    `outcomes` of the request so far. None where the policy cannot be placed.
     """
+    outcomes = {} if outcomes is None else outcomes
     began, module = time.perf_counter(), load_policy(policy)
     knobs, limits = module.knobs(problem.workload, problem.max_seqs), Limits(bound, 1.0)
 
@@ -132,11 +150,11 @@ def search_variants(
     found = [variant for variant in variants(problem, module) if not left_out(variant)]
     if not found:
         return None
-    grids = [variant.grid(module, knobs, limits, evaluated) for variant in found]
+    grids = [variant.grid(module, knobs, limits, evaluated, outcomes) for variant in found]
     if method == "branch-and-bound":
         results = _most_promising_first(grids, at_least)
         for variant in _refined(found, grids, results, module, at_least):
-            grid = variant.grid(module, knobs, limits, evaluated)
+            grid = variant.grid(module, knobs, limits, evaluated, outcomes)
             grid.at_least, where = (1 + _WORTH) * _lead(grids, at_least)[0], _lead(grids, at_least)[1]
             found.append(variant)
             grids.append(grid)

@@ -15,7 +15,7 @@ from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.optimize import optimize
-from exeplan.planner.choice.search_space import concave_ceiling, search_variants, variants
+from exeplan.planner.choice.search_space import Outcomes, concave_ceiling, search_variants, variants
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.policies import load_policy, policy_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
@@ -163,6 +163,31 @@ def test_the_exhaustive_search_tries_every_point_of_every_variant(opt: Profile) 
     found = search_variants(asked(opt, A40.part(2), 0.9, max_seqs=4), "orca", method="exhaustive", bound=0.9)
     assert found is not None
     assert found[0].num_points == found[0].grid_size
+
+
+def test_a_schedule_is_evaluated_once_whatever_points_and_policies_of_its_law_lead_to_it(opt: Profile) -> None:
+    problem, outcomes, counts = asked(opt, A40.part(2), 2.0), Outcomes(), dict[str, int]()
+    results = {}
+    for policy in ("chunked", "waa-c", "waa-m"):
+        seen = list[None]()
+        results[policy] = search_variants(
+            problem,
+            policy,
+            method="branch-and-bound",
+            bound=2.0,
+            evaluated=lambda seen=seen: seen.append(None),
+            outcomes=outcomes,
+        )
+        counts[policy] = len(seen)
+    chunked, computed, by_memory = (results[policy] for policy in counts)
+    assert chunked is not None
+    assert counts["chunked"] < chunked[0].num_points  # More slots than the budget has tokens are as many as it has.
+    assert counts["waa-c"] > 0
+    assert counts["waa-m"] == 0  # On two GPUs both split them in the same way.
+    assert computed is not None
+    assert by_memory is not None
+    assert computed[0].best == by_memory[0].best
+    assert len(outcomes) == sum(counts.values())
 
 
 def test_a_model_too_large_names_the_shortfall_and_the_cluster_that_would_do() -> None:

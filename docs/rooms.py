@@ -44,7 +44,6 @@ ORDER = (
     ("runner.fidelity",),
     ("runner.server",),
     ("runner.engine_watch",),
-    ("runner.__main__",),
     ("profiler",),
     ("api",),
     ("__init__",),

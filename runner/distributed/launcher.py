@@ -1,5 +1,5 @@
 """Launcher: what starts the workers of a plan. LocalLauncher starts them on this host, RayLauncher on the nodes of a
-Ray cluster, RemoteLauncher on hosts that torchrun has started.
+Ray cluster.
 
 Workers are forked from a process that has imported torch once (`exeplan.runner.ipc.fork_server`), so that a new
 generation starts within a fraction of a second.

@@ -68,7 +68,7 @@ class NodeAgent:
 
     def tie(self, address: str, port: int, token: bytes) -> None:
         """Answers the engine's tether, which is behind a door with that token, and ends with it."""
-        connection = dial(address, port, token, patience=0.0)
+        connection = dial(address, port, token)
 
         def hold() -> NoReturn:
             answer(connection)
@@ -79,7 +79,7 @@ class NodeAgent:
     def start(self, address: str, port: int, token: bytes) -> None:
         """Forks a worker, instead of the one before, whose engine is behind a door with that token."""
         self.kill()
-        self._worker = ForkedWorker(dial(address, port, token, patience=0.0))
+        self._worker = ForkedWorker(dial(address, port, token))
 
     def kill(self) -> None:
         """Ends the worker, if there is one, and waits until it has ended."""

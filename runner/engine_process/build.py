@@ -20,7 +20,7 @@ from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.problems.problem import MEMORY_UTILIZATION
 from exeplan.progress import OnProgress, Progress, no_progress, note
-from exeplan.runner.ipc.messages import EngineOptions, EngineSetup, LauncherSetup, ModelSource, RaySetup
+from exeplan.runner.ipc.messages import EngineOptions, EngineSetup, ModelSource, RaySetup
 
 if TYPE_CHECKING:
     from exeplan.runner.distributed.launcher import Launcher
@@ -38,13 +38,11 @@ def engine_setup(
     dummy_weights: bool = False,
     timeline: Path | None = None,
     deadline_seconds: float | None = None,
-    launcher: LauncherSetup | None = None,
     ray: RaySetup | None = None,
 ) -> EngineSetup:
     """Everything that an engine must know. `timeline` names a file for what runs when.
 
-    `launcher` describes the hosts of a plan on several, `ray` the cluster that has them; both are None where all of its
-    devices are on this one.
+    `ray` says which cluster has the plan's devices; None where all of them are on this host.
 
     A batch may take `deadline_seconds` on any stage before its workers count as hanging; by default a multiple of the
     prefill time that the plan predicts. Raises InputError for a plan of another engine's shape.
@@ -69,7 +67,6 @@ def engine_setup(
         num_threads=plan.num_threads,
         deadline_seconds=deadline_seconds or _deadline(plan),
         timeline=str(timeline) if timeline else None,
-        launcher=launcher,
         capacity=plan.capacity,
         ray=ray,
     )
@@ -95,24 +92,15 @@ def _deadline(plan: Plan) -> float:
 
 def open_launcher(setup: EngineSetup, on_progress: OnProgress = no_progress) -> "Launcher | None":
     """The launcher of a plan on several hosts; None on one host. Raises InputError where there are none."""
-    if setup.ray:
-        return _ray_launcher(setup, setup.ray, on_progress)
-    if setup.launcher is None:
+    if setup.ray is None:
         return None
-    from exeplan.runner.distributed.remote_launcher import RemoteLauncher
-    from exeplan.runner.ipc.handshake import cluster_key
-
-    return RemoteLauncher(setup.launcher, cluster_key())
-
-
-def _ray_launcher(setup: EngineSetup, ray: RaySetup, on_progress: OnProgress) -> "Launcher":
     from exeplan.runner.distributed.ray_agent import ModelOfPlan
     from exeplan.runner.distributed.ray_launcher import RayLauncher
 
     spec, options = _spec(setup), setup.engine
     directory = str(spec.directory) if spec.directory and not options.dummy_weights else None
     model = ModelOfPlan(name=spec.name, directory=directory, fingerprint=spec.fingerprint)
-    return RayLauncher(ray, model, options, setup.num_threads, on_progress=on_progress)
+    return RayLauncher(setup.ray, model, options, setup.num_threads, on_progress=on_progress)
 
 
 def build_engine(

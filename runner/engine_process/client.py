@@ -7,8 +7,7 @@ An engine that has loaded its model and then ends, is stopped, or makes no progr
 next one gets all jobs again with the tokens that they have, so that none is lost or repeated; what waits goes on
 waiting, and what comes meanwhile waits as well unless loading takes long. A request that was running at `MAX_CRASHES`
 such ends is given up, as `Engine.restart` does after crashes of workers; so is one that the engine was just adding, and
-then only that one. Engines that end one after another before they ran a batch are a failure. So is the end of one with
-workers that torchrun has started: these end with it, and torchrun starts no others.
+then only that one. Engines that end one after another before they ran a batch are a failure.
 
 Not here: the sequences of one request (`job.py`), the process and its connection (`link.py`), and what forks it
 (`exeplan.runner.ipc.fork_server`).
@@ -398,7 +397,7 @@ class EngineClient:
     async def _replace(self, end: _End) -> str | None:
         """Another engine takes over. Returns why none can."""
         self._count_crash()
-        if end.final or self._setup.launcher:
+        if end.final:
             return end.reason
         if time.monotonic() - self._began > LONG_LIFE_SECONDS:
             self._failed_starts = 0

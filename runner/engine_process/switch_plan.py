@@ -83,7 +83,7 @@ class PlanSwitcher:
             raise InputError(f"the plan is for {new.model.name}; this server has {old.model.name}")
         if self._only_schedule_changes(new):
             return self._switch(command, outputs)
-        if new.engine.device != "cpu" or new.launcher or new.ray:
+        if new.engine.device != "cpu" or new.ray:
             return self._switch(command, outputs, lambda: self._build(new), lambda: self._build(old))
         self._building = True
         threading.Thread(target=self._prepare, args=(command,), daemon=True).start()
@@ -149,7 +149,7 @@ class PlanSwitcher:
     def _kv_dtype(self, new: EngineSetup) -> str | None:
         """That of keys and values; None where workers of that setup cannot use those of the old ones."""
         old = self._setup
-        if old.launcher or new.launcher or new.ray:
+        if new.ray:
             return None
         before, after = (
             (setup.engine.kv_dtype or setup.engine.dtype, setup.engine.dtype, setup.engine.dummy_weights)

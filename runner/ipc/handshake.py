@@ -9,56 +9,35 @@ a private network.
 """
 
 import hmac
-import os
 import secrets
 import socket
 import time
 
 from exeplan.errors import InputError
 
-KEY_VARIABLE = "EXEPLAN_CLUSTER_KEY"
 SECONDS = 5.0
 """How long the other end may take for the challenge."""
-_MIN_KEY_CHARACTERS = 16
 _NONCE, _PROOF = 32, 32
 _MAGIC = b"exeplan1"
-_RETRY_SECONDS = 0.2
 
 
 class KeyChallengeError(ConnectionError):
     """The other end does not know the key, or does not speak this protocol."""
 
 
-def cluster_key() -> bytes:
-    """The key of all hosts that run one plan. Raises InputError where it is missing or too short."""
-    key = os.environ.get(KEY_VARIABLE, "")
-    if len(key) < _MIN_KEY_CHARACTERS:
-        raise InputError(
-            f"several hosts need one secret key in {KEY_VARIABLE}, of at least {_MIN_KEY_CHARACTERS} characters and "
-            f"the same on all of them, found {len(key) or 'none'}; `openssl rand -hex 32` makes one"
-        )
-    return key.encode()
-
-
-def dial(host: str, port: int, key: bytes, *, patience: float) -> socket.socket:
+def dial(host: str, port: int, key: bytes) -> socket.socket:
     """A connection on which both ends have completed the key challenge.
 
-    Tries for `patience` seconds until the address accepts. Raises InputError when it does not, or has another key.
+    Raises InputError where nobody answers, or somebody with another key.
     """
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            connection = socket.create_connection((host, port), timeout=SECONDS)
-            return _proved(connection, key)
-        except KeyChallengeError:
-            raise InputError(f"{host}:{port} has another {KEY_VARIABLE}; give all hosts the same") from None
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"no engine answers at {host}:{port} after {patience:g} s ({error.strerror or error}); is the "
-                    "first host up, and can it be reached from here?"
-                ) from None
-            time.sleep(_RETRY_SECONDS)
+    try:
+        return _proved(socket.create_connection((host, port), timeout=SECONDS), key)
+    except KeyChallengeError:
+        raise InputError(f"{host}:{port} does not know the token, or is no engine") from None
+    except OSError as error:
+        raise InputError(
+            f"no engine answers at {host}:{port} ({error.strerror or error}); can it be reached from here?"
+        ) from None
 
 
 def admit(connection: socket.socket, key: bytes) -> None:

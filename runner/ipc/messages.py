@@ -3,7 +3,6 @@
     front end    <-> engine process   EngineCommand,  EngineEvent    a socket pair
     front end    <-> reader           ReaderCommand,  ReaderAnswer   a socket pair
     engine       <-> worker           WorkerCommand,  WorkerEvent    a socket pair; TCP (key challenge) elsewhere
-    engine       <-> node agent       AgentCommand,   AgentEvent     TCP, after the key challenge (`handshake.py`)
     replanner    <-> advisor          AdvisorRequest, AdvisorReply   two pipes
     front end, engine <-> fork server ForkCommand,    ForkReply      a socket pair each
     profiler     <-  rank             RankReport                     a socket pair
@@ -63,19 +62,6 @@ class EngineOptions(Part, frozen=True):
     dummy_weights: bool
 
 
-class LauncherSetup(Part, frozen=True):
-    """What `python -m exeplan.runner` knows of the hosts of a plan, on the host of rank 0."""
-
-    host: int
-    local_device: int
-    fingerprint: str
-    """Of plan, model and exeplan: equal on all hosts."""
-    address: str
-    """Where the engine listens for node agents and workers."""
-    port: int
-    num_devices: int
-
-
 class RaySetup(Part, frozen=True):
     """Where Ray places the workers of one pipeline."""
 
@@ -100,9 +86,8 @@ class EngineSetup(Message, frozen=True):
     """How long a batch may take on any stage before its workers count as hanging."""
     timeline: str | None
     """File for what runs when."""
-    launcher: LauncherSetup | None
     ray: RaySetup | None
-    """Both None where all devices are on this host."""
+    """None where all devices are on this host."""
     capacity: float | None = None
     """As the plan says it, for the router of several replicas."""
 
@@ -736,80 +721,6 @@ WORKER_COMMANDS: Channel[WorkerCommand] = Channel("WorkerCommand", WorkerCommand
 WORKER_EVENTS: Channel[WorkerEvent] = Channel("WorkerEvent", WorkerEvent)
 
 
-# Engine and node agent.
-
-
-class Ping(Message, frozen=True):
-    """Asks for the host's clock."""
-
-
-class ShareMemory(Message, frozen=True):
-    """Makes memory for several workers that are all on the agent's host."""
-
-    num_bytes: int
-
-
-class ReleaseMemory(Message, frozen=True):
-    """All workers have attached to what was shared."""
-
-
-class StartWorker(Message, frozen=True):
-    """Starts a worker, instead of the one before."""
-
-    generation: int
-
-
-class KillWorker(Message, frozen=True):
-    """Ends the worker, if there is one."""
-
-
-class EndAgent(Message, frozen=True):
-    """The engine ends, and so does the agent."""
-
-
-class AgentRefused(Message, frozen=True):
-    """Answers AgentHello of a host that cannot take part."""
-
-    message: str
-
-
-class AgentHello(Message, frozen=True):
-    """The first event of an agent."""
-
-    device: int
-    host: int
-    address: str
-    local_device: int
-    model_directory: str | None
-    fingerprint: str
-
-
-class WorkerHello(Message, frozen=True):
-    """The first and only event on a connection that an agent opens for a worker; what follows is a WorkerCommand."""
-
-    device: int
-    generation: int
-
-
-class Pong(Message, frozen=True):
-    """`time.perf_counter` of the agent's host."""
-
-    clock: float
-
-
-class MemoryShared(Message, frozen=True):
-    """Where the memory is on the agent's host; None where the host cannot share memory."""
-
-    path: str | None
-
-
-AgentCommand: TypeAlias = Ping | ShareMemory | ReleaseMemory | StartWorker | KillWorker | EndAgent | AgentRefused
-AgentEvent: TypeAlias = AgentHello | WorkerHello | Pong | MemoryShared
-"""AgentHello or WorkerHello first, and once."""
-AGENT_COMMANDS: Channel[AgentCommand] = Channel("AgentCommand", AgentCommand)
-AGENT_EVENTS: Channel[AgentEvent] = Channel("AgentEvent", AgentEvent, max_bytes=1 << 16)
-
-
 # Replanner and advisor.
 
 
@@ -819,8 +730,6 @@ class WatchPlan(Message, frozen=True):
     plan: Mapping[str, Any]
     """As `exeplan.core.plan.as_json`."""
     rules: Rules
-    fixed_placement: bool
-    """Only schedules are proposed."""
     file: str | None
     """Where proposed plans are written."""
 

@@ -14,14 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import assert_never
 
-from exeplan.core.plan import Plan, as_json
+from exeplan.core.plan import as_json
 from exeplan.drift.group_watch import GroupWatch
 from exeplan.drift.histograms import lengths_of
 from exeplan.drift.save_proposal import save_proposal
 from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from, plan_problems
-from exeplan.planner.problems.problem import Problem
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     ADVISOR_REQUESTS,
@@ -48,9 +47,9 @@ class Advisor:
 
     def __init__(self, start: WatchPlan) -> None:
         """Raises InputError where profile or workload of the plan cannot be read."""
-        self._fixed, self._file = start.fixed_placement, Path(start.file) if start.file else None
+        self._file = Path(start.file) if start.file else None
         plan = plan_from(start.plan, folder=Path("/"))
-        problems = self._problems(plan)
+        problems = plan_problems(plan)
         self._watch: Watch | GroupWatch
         if len(problems) == 1:
             self._watch = Watch(plan, problems[0], rules=start.rules)
@@ -71,11 +70,6 @@ class Advisor:
                 raise MessageError("the first request, and no other, must be WatchPlan")
             case _:
                 assert_never(request)
-
-    def _problems(self, plan: Plan) -> tuple[Problem, ...]:
-        """Of one replica of each group."""
-        problems = plan_problems(plan)
-        return tuple(replace(one, cluster=None) for one in problems) if self._fixed else problems
 
     def _look(self, look: Look) -> Looked:
         watch = self._watch
@@ -105,7 +99,7 @@ class Advisor:
             self._watch.adopted(self._last, now=adopted.now)
         else:
             plan = plan_from(adopted.plan, folder=Path("/"))
-            self._watch.adopted(plan, now=adopted.now, problems=self._problems(plan))
+            self._watch.adopted(plan, now=adopted.now, problems=plan_problems(plan))
         return AdvisorReady()
 
     def _frontier(self) -> FrontierRows:

@@ -73,21 +73,19 @@ class Replanner:
         rules: Rules | None = None,
         file: Path | None = None,
         model: str | None = None,
-        fixed_placement: bool = False,
         on_adopted: Callable[[Plan], None] = lambda plan: None,
         on_event: OnEvent = lambda kind, what: None,
     ) -> None:
         """`setup` makes the engine's setup of a plan of one replica; `file` is where plans of the advisor are written.
 
         `model` is where the model of a plan that is read lies, if not where the plan says.
-
-        With a `fixed_placement` only schedules are proposed. Raises InputError for an unknown mode.
+        Raises InputError for an unknown mode.
         """
         if mode not in MODES:
             raise InputError(f"--replan must be one of {', '.join(MODES)}, found '{mode}'")
         self.state = ReplanState(mode=mode, plan=plan)
         self._engine, self._spec, self._setup = engine, spec, setup
-        self._rules, self._file, self._model, self._fixed = rules or Rules(), file, model, fixed_placement
+        self._rules, self._file, self._model = rules or Rules(), file, model
         self._on_adopted, self.on_event = on_adopted, on_event
         self._advisor: _AdvisorProcess | None = None
         self._left: deque[RequestLengths] = deque(maxlen=_MOST_KEPT)
@@ -278,7 +276,6 @@ class Replanner:
         request = WatchPlan(
             plan=as_json(self.state.plan),
             rules=self._rules,
-            fixed_placement=self._fixed,
             file=str(self._file) if self._file else None,
         )
         reply = await advisor.ask(request)

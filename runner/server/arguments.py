@@ -1,4 +1,4 @@
-"""The arguments of `exeplan serve` and `python -m exeplan.runner`, and the server that they start.
+"""The arguments of `exeplan serve`, and the server that they start.
 
 Imports nothing heavy before `run_server`, so that `--help` is instant.
 """
@@ -7,10 +7,6 @@ import argparse
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from exeplan.runner.ipc.messages import LauncherSetup
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,8 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain", default="30s", metavar="TIME", help="time for running requests after SIGTERM")
 
 
-def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None) -> int:
-    """Serves until a signal; returns the exit status. `launcher` describes the hosts of a plan on several."""
+def run_server(args: argparse.Namespace) -> int:
+    """Serves until a signal; returns the exit status."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It would end this process before the server handles it.
     from exeplan.core.plan import with_utilization
     from exeplan.planner.load_problem import plan_model, read_plan
@@ -135,7 +131,6 @@ def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None
         drain_seconds=seconds(args.drain, "--drain"),
         timeline=args.timeline,
         deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
-        launcher=launcher,
         ray=args.ray,
         plan_file=args.plan,
         model_dir=args.model_dir,

@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 
 from exeplan.drift.state import MODES
 from exeplan.errors import InputError
-from exeplan.runner.ipc.messages import LauncherSetup
 from exeplan.runner.server.hosts import check_host_name
 from exeplan.runner.server.metrics import ALIASES
 
@@ -48,8 +47,6 @@ class ServeOptions:
     timeline: Path | None = None
     deadline_seconds: float | None = None
     """A batch that takes longer on any stage means a hanging worker; None derives it from the plan."""
-    launcher: LauncherSetup | None = None
-    """The plan's hosts as `python -m exeplan.runner` knows them; None where all devices are on this host."""
     ray: str | None = None
     """The address of a Ray cluster whose nodes have the plan's devices, or `auto`; None for this host."""
     plan_file: Path | None = None

@@ -87,7 +87,6 @@ def serve(
                 rules=Rules(dwell=options.replan_dwell_seconds),
                 file=options.written_to,
                 model=options.model_dir,
-                fixed_placement=options.launcher is not None,
                 on_adopted=service.switch_to,
             )
 
@@ -177,6 +176,5 @@ def _setup(plan: Plan, *, spec: ModelSpec, options: ServeOptions) -> EngineSetup
         dummy_weights=options.dummy_weights,
         timeline=options.timeline,
         deadline_seconds=options.deadline_seconds,
-        launcher=options.launcher,
         ray=RaySetup(address=options.ray, replica=0) if options.ray else None,
     )

@@ -17,10 +17,10 @@ HERE = "127.0.0.1"
 
 
 def test_a_peer_with_the_token_is_admitted_once() -> None:
-    with Door(HERE) as door, dial(HERE, door.port, door.token, patience=0.0) as theirs, door.admit(PATIENCE) as ours:
+    with Door(HERE) as door, dial(HERE, door.port, door.token) as theirs, door.admit(PATIENCE) as ours:
         ours.sendall(b"welcome")
         assert theirs.recv(100) == b"welcome"
-        with dial(HERE, door.port, door.token, patience=0.0) as second:
+        with dial(HERE, door.port, door.token) as second:
             assert second.recv(1) == b""
 
 
@@ -28,7 +28,7 @@ def test_a_peer_with_another_token_is_not_admitted() -> None:
     with Door(HERE) as door, Door(HERE) as other:
         assert door.token != other.token
         with pytest.raises(InputError):
-            dial(HERE, door.port, other.token, patience=0.0)
+            dial(HERE, door.port, other.token)
         with pytest.raises(TimeoutError, match="no peer with the token came"):
             door.admit(0.1)
 
@@ -36,7 +36,7 @@ def test_a_peer_with_another_token_is_not_admitted() -> None:
 def test_strangers_that_say_nothing_keep_no_peer_out() -> None:
     with Door(HERE) as door:
         strangers = [socket.create_connection((HERE, door.port)) for _ in range(40)]
-        with dial(HERE, door.port, door.token, patience=0.0), door.admit(PATIENCE):
+        with dial(HERE, door.port, door.token), door.admit(PATIENCE):
             pass
         for stranger in strangers:
             stranger.close()
@@ -53,7 +53,7 @@ def test_nothing_enters_a_closed_door() -> None:
 def tether():
     """A tether with the other end's connection; `ended` is set when it has ended."""
     with Door(HERE) as door:
-        theirs = dial(HERE, door.port, door.token, patience=0.0)
+        theirs = dial(HERE, door.port, door.token)
         ended = threading.Event()
         yield Tether(door.admit(PATIENCE), ended.set), theirs, ended
         theirs.close()

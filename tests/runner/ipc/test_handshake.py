@@ -9,7 +9,7 @@ import pytest
 
 from exeplan.errors import InputError
 from exeplan.runner.ipc import handshake
-from exeplan.runner.ipc.handshake import KeyChallengeError, admit, cluster_key, dial
+from exeplan.runner.ipc.handshake import KeyChallengeError, admit, dial
 
 from ..processes import PATIENCE
 
@@ -47,16 +47,16 @@ def outcome(port):
 
 
 def test_a_peer_with_the_key_is_admitted(port):
-    with dial("127.0.0.1", port.port, KEY, patience=0) as connection:
+    with dial("127.0.0.1", port.port, KEY) as connection:
         connection.sendall(b"hello")
         assert connection.recv(100) == b"welcome"
         assert connection.gettimeout() is None
     assert outcome(port) == b"hello"
 
 
-def test_a_peer_with_another_key_gets_an_error_that_names_the_remedy(port):
-    with pytest.raises(InputError, match="another EXEPLAN_CLUSTER_KEY; give all hosts the same"):
-        dial("127.0.0.1", port.port, OTHER, patience=0)
+def test_a_peer_with_another_key_gets_an_error_that_says_so(port):
+    with pytest.raises(InputError, match=r"127.0.0.1:\d+ does not know the token"):
+        dial("127.0.0.1", port.port, OTHER)
     assert isinstance(outcome(port), KeyChallengeError)
 
 
@@ -89,8 +89,8 @@ def test_a_proof_cannot_be_sent_back_to_its_maker():
 
         thread = threading.Thread(target=echo)
         thread.start()
-        with pytest.raises(InputError, match="another EXEPLAN_CLUSTER_KEY"):
-            dial("127.0.0.1", listener.getsockname()[1], KEY, patience=0)
+        with pytest.raises(InputError, match="does not know the token"):
+            dial("127.0.0.1", listener.getsockname()[1], KEY)
         thread.join(PATIENCE)
 
 
@@ -105,14 +105,5 @@ def test_an_old_proof_is_refused(port):
 def test_an_address_that_does_not_accept_is_one_sentence():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(InputError, match=f"no engine answers at 127.0.0.1:{port} after 0 s"):
-        dial("127.0.0.1", port, KEY, patience=0)
-
-
-@pytest.mark.parametrize("key", [None, "", "too short"])
-def test_a_short_key_is_refused(monkeypatch, key):
-    monkeypatch.delenv("EXEPLAN_CLUSTER_KEY", raising=False)
-    if key is not None:
-        monkeypatch.setenv("EXEPLAN_CLUSTER_KEY", key)
-    with pytest.raises(InputError, match="several hosts need one secret key in EXEPLAN_CLUSTER_KEY, of at least 16"):
-        cluster_key()
+    with pytest.raises(InputError, match=f"no engine answers at 127.0.0.1:{port} "):
+        dial("127.0.0.1", port, KEY)

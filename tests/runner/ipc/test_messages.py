@@ -15,8 +15,6 @@ from exeplan.core.batch import Packing
 from exeplan.profiler.multi_device import links
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.distributed.multiprocess_executor import MultiprocessExecutor
-from exeplan.runner.distributed.node_agent import _NodeAgent
-from exeplan.runner.distributed.remote_launcher import RemoteLauncher, _Agent
 from exeplan.runner.distributed.worker import Worker
 from exeplan.runner.distributed.worker_group import WorkerGroup
 from exeplan.runner.engine_process.client import EngineClient
@@ -46,8 +44,6 @@ HANDLERS = {
     "WorkerCommand": [Worker.take],
     "WorkerEvent": [WorkerGroup._await_ready, MultiprocessExecutor._take, MultiprocessExecutor.save,
                     MultiprocessExecutor.restore],
-    "AgentCommand": [_NodeAgent._take],
-    "AgentEvent": [RemoteLauncher._take_hello, _Agent.share, _Agent.read_clock],
     "AdvisorRequest": [Advisor.take],
     "AdvisorReply": [Replanner._look, Replanner.frontier, Replanner._start_advisor],
     "RankReport": [links._answers],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from exeplan.runner.ipc.frames import frame
-from exeplan.runner.ipc.messages import GetFrontier, Ping
+from exeplan.runner.ipc.messages import AdvisorReady, GetFrontier
 from exeplan.runner.replan import replanner as replan
 from exeplan.runner.replan.replanner import _AdvisorProcess
 
@@ -58,10 +58,10 @@ def test_something_else_than_a_request_ends_the_process_with_a_sentence():
     found = subprocess.run(
         [sys.executable, "-P", "-m", "exeplan.runner.replan.advisor"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        input=frame(Ping()),
+        input=frame(AdvisorReady()),
         start_new_session=True,
         capture_output=True,
         check=False,
     )
     assert (found.returncode, found.stdout) == (1, b"")
-    assert found.stderr.startswith(b"exeplan.replan: a message of 11 bytes does not fit AdvisorRequest: ")
+    assert found.stderr.startswith(b"exeplan.replan: a message of 19 bytes does not fit AdvisorRequest: ")

@@ -76,11 +76,12 @@ class ScalingRule:
     start_seconds: float
     """From the start of a replica until it serves."""
     window_seconds: float = WINDOW_SECONDS
+    starts_held: float = 1.0
+    """How long a replica stays that is not needed any more, over what starting it again would take."""
 
     @property
     def hold_seconds(self) -> float:
-        """How long a replica stays that is not needed any more: what starting it again would take."""
-        return self.start_seconds
+        return self.starts_held * self.start_seconds
 
 
 class Look(NamedTuple):

@@ -24,7 +24,9 @@ def steps(*changes: tuple[float, int]) -> Callable[[Seen], int]:
 
 def alone(cost: CostModel, given: int, output: int) -> float:
     """Seconds that a request takes without any other."""
-    run = replay(ONE_AT_A_TIME, cost, input_tokens=np.array([given]), output_tokens=np.array([output]), num_blocks=10**6)
+    run = replay(
+        ONE_AT_A_TIME, cost, input_tokens=np.array([given]), output_tokens=np.array([output]), num_blocks=10**6
+    )
     return float(run.requests.last_tokens[0])
 
 
@@ -97,7 +99,7 @@ def run_by_hand(cost: CostModel, wanted: Callable[[Seen], int], first: int, outp
 def test_one_starts_and_one_drains_by_hand(cost: CostModel) -> None:
     """Wanted from second 1 on, it serves from 2.5 on; not wanted from 4 on, it answers what it has."""
     long = alone(cost, 10, 6000)
-    assert 4.5 < long
+    assert long > 4.5
     run = run_by_hand(cost, steps((0, 1), (1, 2), (4, 1)), 1, [6000, 6000, 2, 2], [0.0, 2.6, 4.5, 20.0])
     assert run.last_tokens[:2] == pytest.approx([long, 2.6 + long])
     assert run.last_tokens[2] == pytest.approx(long + alone(cost, 10, 2)), "on the first"

@@ -97,8 +97,8 @@ def scaled_replay(
     """Runs the requests on `first` replicas that serve from the beginning, and on what is `wanted` later, at most
     `most`.
 
-    Each host has `per_host` of the numbers. Raises InputError for a request that exceeds the KV cache, and for losses of
-    encoder-decoder models, whose answers are not computed again from their tokens here.
+    Each host has `per_host` of the numbers. Raises InputError for a request that exceeds the KV cache, and for losses
+    of encoder-decoder models, whose answers are not computed again from their tokens here.
     """
     if losses and not replica.cost.first_token_from_prefill:
         raise InputError("a lost host is replayed for decoder models only")

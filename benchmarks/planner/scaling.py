@@ -4,8 +4,8 @@ numbers and hindsight.
     python -m benchmarks.planner.scaling [--base 24] [--start-seconds 10,40,120] [--seeds 2]
 
 OPT-13B in float16, a replica on each A40 (datasheet), `orca`, task S, two replicas a host, a bound of 10 s on the 99th
-percentile of the latency from arrival. Poisson arrivals at the base rate for 10 minutes, at twice that for 15, and again
-at the base rate for 15; in each part two bursts of 20 s at 1.5 times its rate; at 1,000 s the host of the first two
+percentile of the latency from arrival. Poisson arrivals at the base rate for 10 minutes, at twice that for 15, and at
+the base rate for 15 more; in each part two bursts of 20 s at 1.5 times its rate; at 1,000 s the host of the first two
 replicas dies for good. All rows replace what has died on other hosts, with the same start.
 
     fixed       as many as the curve says for the base rate, or for twice that
@@ -14,8 +14,8 @@ replicas dies for good. All rows replace what has died on other hosts, with the 
     hindsight   the rate at every time and the death are known a start ahead, and the curve says how many
 
 Replica-hours count from the start of a replica, its load included, up to the last arrival; a seed draws arrivals and
-lengths anew, figures are of all requests of all seeds. First, as a check of the curve: fixed numbers at the curve's rates,
-Poisson. Writes records/scaling.json.
+lengths anew, figures are of all requests of all seeds. First, as a check of the curve: fixed numbers at its rates.
+Writes records/scaling.json.
 """
 
 import argparse

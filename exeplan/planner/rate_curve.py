@@ -117,7 +117,10 @@ def _of_figures(plan: Plan) -> FoundCurve:
         return FoundCurve(
             RateCurve.proportional(rate), "by the plan's rate and its headroom, as its profile is not here"
         )
-    basis = f"as {100 * MOST_LOAD:.0f} % of the plan's throughput, as its profile is not here; {_bounds(plan)} is not looked at"
+    basis = (
+        f"as {100 * MOST_LOAD:.0f} % of the plan's throughput, as its profile is not here; "
+        f"{_bounds(plan)} is not looked at"
+    )
     return FoundCurve(RateCurve.proportional(MOST_LOAD * estimate.throughput / plan.num_replicas), basis)
 
 

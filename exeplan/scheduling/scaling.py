@@ -1,8 +1,8 @@
 """Scaling: how many replicas the observed load needs. The server and the replay of a changing number of them share it.
 
     needed   the fewest replicas that serve the observed rate within the plan's bounds (`RateCurve`)
-    rate     the mean of a window, or more where a shorter one shows it: of windows of 1, 2, 4, ... looks the lowest rate
-             that `SIGMAS` standard deviations of a Poisson count allow; and what waits, to be begun within a start
+    rate     the mean of a window, or more where a shorter one shows it: of windows of 1, 2, 4, ... looks the lowest
+             rate that `SIGMAS` standard deviations of a Poisson count allow; and what waits, to be begun within a start
     wanted   the most that was needed within the last `hold_seconds`, between `least` and `most`
 
 Starts are at once, and a stop is as late as a start takes: a replica that may be needed again costs its devices while

@@ -52,6 +52,8 @@ class ServeOptions:
     """The plan's hosts as `python -m exeplan.runner` knows them; None where all devices are on this host."""
     ray: str | None = None
     """The address of a Ray cluster whose nodes have the plan's devices, or `auto`; None for this host."""
+    replicas: tuple[int, int] | None = None
+    """The fewest and the most replicas, between which their number follows the load; None for those of the plan."""
     plan_file: Path | None = None
     model_dir: str | None = None
     """Where the model of `plan_file` is, if not where it says."""
@@ -78,6 +80,8 @@ class ServeOptions:
             raise InputError(f"--port must lie between 0 and 65535, found {self.port}")
         if self.max_queue is not None and self.max_queue < 1:
             raise InputError(f"--max-queue must be at least 1, found {self.max_queue}")
+        if self.replicas and self.launcher:
+            raise InputError("--replicas is for one host or --ray; under torchrun a plan has one replica")
         if self.api_key == "":
             raise InputError("--api-key must not be empty; leave it out to serve without one")
         if not 0 < self.request_seconds < math.inf:

@@ -1,5 +1,7 @@
 """The wanted number of replicas rises at once with the load, and falls when a start later nothing needs them."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,7 +55,7 @@ def test_the_wanted_number_is_within_its_limits_and_none_falls_within_a_start(
     rule = ScalingRule(curve=CURVE, least=least, most=least + more, start_seconds=7.0)
     found = after(rule, rates)
     assert all(least <= demand.wanted <= least + more for demand in found)
-    for before, later in zip(found, found[1:], strict=False):
+    for before, later in pairwise(found):
         if later.wanted < before.wanted:
             recent = [one.looks[-1].needed for one in found if later.looks[-1].time - one.looks[-1].time <= 7.0]
             assert later.wanted == min(max(*recent, least), least + more)

@@ -133,14 +133,12 @@ def _rate(rule: ScalingRule, looks: Sequence[Look], now: float, num_arrived: int
     within = [one for one in looks if one.time > now - rule.window_seconds - 1e-9]
     if not within:
         return 0.0
-    oldest = within[0]
-    found = (num_arrived - oldest.num_arrived) / max(now - oldest.time, 1e-9) if _is_whole(rule, oldest, now) else 0.0
-    back = 1
-    while back <= len(within):
-        begin = within[-back]
+    oldest, found = within[0], 0.0
+    if _is_whole(rule, oldest, now):
+        found = (num_arrived - oldest.num_arrived) / (now - oldest.time)
+    for begin in (oldest, *(within[-(1 << power)] for power in range(len(within).bit_length()))):
         count = num_arrived - begin.num_arrived
         found = max(found, (count - SIGMAS * math.sqrt(count)) / max(now - begin.time, 1e-9))
-        back *= 2
     return found
 
 

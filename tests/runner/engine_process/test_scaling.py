@@ -44,8 +44,11 @@ def begin(engine: ReplicaSet, num_tokens: int) -> Job:
 
 async def answer(engine: ReplicaSet, job: Job) -> list[int]:
     tokens: list[int] = []
-    while job.open:
-        tokens += [token for event in await job.next_events() for token in event.token_ids]
+    over = False
+    while not over:
+        events = await job.next_events()
+        tokens += [token for event in events for token in event.token_ids]
+        over = any(event.finish_reason for event in events)
     engine.release(job)
     return tokens
 

@@ -54,7 +54,7 @@ class Engine:
     """What a scrape reads, apart from what `metrics` has counted."""
 
     def __init__(self, active, aliases=None):
-        self.stats, self.replanning, self.now = IDLE, {}, 0.0
+        self.stats, self.replanning, self.scaling, self.now = IDLE, {}, {}, 0.0
         self.observed = Observed(active, clock=lambda: self.now)
         self.now = 10.0
         self.metrics = ServeMetrics(
@@ -64,7 +64,14 @@ class Engine:
     def read(self):
         observed = self.observed.snapshot()
         clients = {"chat": Totals()}
-        return Reading(stats=self.stats, observed=observed, num_waiting=3, replanning=self.replanning, clients=clients)
+        return Reading(
+            stats=self.stats,
+            observed=observed,
+            num_waiting=3,
+            replanning=self.replanning,
+            clients=clients,
+            scaling=self.scaling,
+        )
 
     def page(self):
         return generate_latest(self.metrics.registry).decode()
@@ -160,6 +167,8 @@ def test_no_sample_has_another_name(engine):
     last = Replanned(number=1, seconds=1.0, source="drift", reason="", plan=active, old=None, new=None, diff="")
     drift = DriftState(bound_share=0.9, best_gain=0.1, missed=1.5)
     engine.replanning = summary(ReplanState(mode="auto", plan=active, drift=drift, last=last))
+    scaling = "replicas_wanted replicas_needed replicas_serving replicas_starting replicas_draining arrival_rate"
+    engine.scaling = dict.fromkeys(scaling.split(), 1.0)
     ran = {"iteration_tokens": 7, "num_blocks": 10, "free_blocks": 5}
     engine.metrics.step([event(2.0)], Stats(**ran, num_prefill=1))
     engine.metrics.step([event(2.5), event(3.0, finish_reason="stop")], Stats(**ran, num_decode=1))

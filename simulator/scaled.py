@@ -313,7 +313,7 @@ class _Fleet:
         if self._pending and not lives:
             raise InputError(f"{len(self._pending)} requests have no replica left to go to; allow more replicas")
         serving = {number: lives[number].num_open for number in staying if lives[number].up < math.inf}
-        for _ in range(min(len(staying) - wanted, len(serving) - 1)):
+        for _ in range(min(len(serving) - wanted, len(serving) - 1)):
             life = lives[number := to_drain(serving)]
             del serving[number]
             life.draining = now

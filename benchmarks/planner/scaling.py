@@ -151,7 +151,7 @@ def _with_hindsight(curve: RateCurve, base: float, start: float) -> Wanted:
 
     def wanted(seen: Seen) -> int:
         ahead = needed[int(seen.time) : int(seen.time + start) + 2]
-        dies = DEATH - start - 1 <= seen.time <= DEATH + NOTICED_SECONDS
+        dies = DEATH - start - 1 <= seen.time < DEATH + NOTICED_SECONDS
         return int(ahead.max(initial=int(needed[-1]))) + PER_HOST * dies
 
     return wanted

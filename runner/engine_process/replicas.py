@@ -119,7 +119,7 @@ class ReplicaSet:
             for one in self._replicas
             if not one.client.failure and one.number not in self._draining
         }
-        for _ in range(min(len(staying) + self.num_starting - wanted, len(staying) - 1)):
+        for _ in range(min(len(staying) - wanted, len(staying) - 1)):  # What loads serves nothing yet.
             del staying[number := to_drain(staying)]
             log.info("replica %d drains", number)
             self._draining[number] = asyncio.create_task(self._drain(number))

@@ -6,8 +6,8 @@
     wanted   the most that was needed within the last `hold_seconds`, between `least` and `most`
 
 Starts are at once, and a stop is as late as a start takes: a replica that may be needed again costs its devices while
-it idles, and as much while it loads again, so that no rule without knowledge of the future wastes less than twice what
-one with it does. Source: the break-even rule of ski rental (Karlin et al., Algorithmica 3, 1988), as AutoScale has it
+it idles, and as much while it loads again, so that a rule without knowledge of the future wastes at most twice what one
+with it does. Source: the break-even rule of ski rental (Karlin et al., Algorithmica 3, 1988), as AutoScale has it
 for servers (Gandhi et al., ACM TOCS 30(4), 2012).
 
 Not here: where the curve is from (`planner/rate_curve.py`), and what starts and stops (`runner/server/scaler.py`,

@@ -8,7 +8,7 @@ Not here: the time of a pass (`cost.py`), and which batch is next (`exeplan/sche
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
@@ -177,6 +177,20 @@ class EngineReplay:
             self._events[0] = ends[-1], number, batch, start, ends
             self._repeating.pipeline.free[0] = ends[-1]
         self.next = now
+
+    def lose(self, now: float) -> dict[int, int]:
+        """Its devices are gone, and nothing more happens. Returns the tokens of each request that has come and is not
+        over, by number; it was advanced up to now."""
+        rows = cast(list[Row], [*self.scheduler.running, *self.scheduler.waiting])
+        tokens = {row.index: row.num_output_tokens for row in rows if not row.finished}
+        if self._repeating is not None:
+            _, _, batch, _, ends = self._events[0]
+            for row in cast(tuple[Row, ...], batch.decode):
+                if not row.finished:
+                    tokens[row.index] += bisect_right(ends, now)
+        self._events.clear()
+        self._repeating, self.next = None, math.inf
+        return tokens
 
     def run(self) -> Run:
         """What happened. Raises InputError where the policy left requests waiting with nothing in flight."""

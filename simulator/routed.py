@@ -4,7 +4,8 @@ Every replica is an engine with a schedule, a placement and a KV cache of its ow
 of the stream each runs on its own; then the router, which is the server's (`exeplan/scheduling/router.py`), looks at
 how many requests each has that are not over. What ends at that very time counts as over.
 
-Not here: replicas that fail, and how a cluster is divided into replicas (`exeplan/planner/problems/replicas.py`).
+Not here: replicas that start, stop and fail (`scaled.py`), and how a cluster is divided into replicas
+(`exeplan/planner/problems/replicas.py`).
 """
 
 import math
@@ -88,7 +89,7 @@ def routed_replay(
     clients = None if concurrency is None else Clients(concurrency, think_seconds, seed)
     stream = Stream(input_tokens, output_tokens, arrivals, deadlines, weights, clients)
     queues = Queues([0] * len(replicas), [replica.capacity for replica in replicas])
-    inboxes = [_Inbox(stream, partial(queues.add, number)) for number in range(len(replicas))]
+    inboxes = [Inbox(stream, partial(queues.add, number)) for number in range(len(replicas))]
     engines = [
         EngineReplay(one.schedule, one.cost, inbox, num_blocks=one.num_blocks, record_passes=record_passes)
         for one, inbox in zip(replicas, inboxes, strict=True)
@@ -100,7 +101,7 @@ def routed_replay(
     return RoutedRun(requests=_merged([run.requests for run in runs], places), chosen=chosen, replicas=runs)
 
 
-class _Inbox:
+class Inbox:
     """The requests that went to one replica, which numbers them from 0."""
 
     def __init__(self, stream: Stream, opened: Callable[[int], None]) -> None:
@@ -136,9 +137,9 @@ class _Inbox:
         return self._stream.ended_of(np.array(self.numbers, dtype=np.int64), log)
 
 
-def _run(stream: Stream, inboxes: Sequence[_Inbox], engines: Sequence[EngineReplay], choose: Callable[[], int]) -> Ints:
+def _run(stream: Stream, inboxes: Sequence[Inbox], engines: Sequence[EngineReplay], choose: Callable[[], int]) -> Ints:
     """From the first arrival to the last token. Returns to which replica each request went."""
-    due, chosen = _Due(engines), array("q")
+    due, chosen = Due(engines), array("q")
     while True:
         now = stream.coming
         if stream.clients is not None:  # An answer on any replica may make a request come.
@@ -161,7 +162,7 @@ def _run(stream: Stream, inboxes: Sequence[_Inbox], engines: Sequence[EngineRepl
             due.put(number)
 
 
-class _Due:
+class Due:
     """When something happens next on which engine."""
 
     def __init__(self, engines: Sequence[EngineReplay]) -> None:

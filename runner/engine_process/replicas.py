@@ -4,6 +4,7 @@ A request goes to one replica, with all its sequences, by the plan's router; a r
 failed gets none while another is up. What a replica had when it failed goes on on the others, with its tokens so far.
 So does what one on other hosts had that has been paused for `MOVE_SECONDS`: to find room for its workers may take long.
 The set has failed when all replicas have.
+Replicas may start and stop while it runs: one that stops drains first, and is used again if it is wanted before.
 
 Not here: one engine process (`client.py`), the router's law (`exeplan/scheduling/router.py`), and where workers are.
 """
@@ -11,6 +12,7 @@ Not here: one engine process (`client.py`), the router's law (`exeplan/schedulin
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +26,16 @@ from exeplan.runner.engine_process.link import engine_forks
 from exeplan.runner.ipc.child_process import WATCH_SECONDS
 from exeplan.runner.ipc.messages import EngineSetup, Event, LengthStatsReport, Loading, PlanSwitched, Prompt, Stats
 from exeplan.scheduling.router import Queues, Router
+from exeplan.scheduling.scaling import to_drain
 
 log = logging.getLogger(__name__)
 MOVE_SECONDS = 0.5
 """A pause of a replica on other hosts after which its requests go on elsewhere. Most workers that only crashed are back
 by then."""
+AGAIN_SECONDS = 30.0
+"""After a replica could not be started until its number is tried again."""
+_DRAINED_SECONDS = 0.05
+"""Between two looks whether a replica that drains has answered all."""
 
 OnStep = Callable[[list[Event], Stats], None]
 
@@ -39,31 +46,117 @@ class _Replica:
 
     client: EngineClient
     setup: EngineSetup
+    number: int
 
 
 class ReplicaSet:
     """Starts, feeds and ends the engine processes of several replicas (see `EngineClient`, whose members these are)."""
 
-    def __init__(self, setups: Sequence[EngineSetup], router: str) -> None:
-        """One replica for each setup, on its own devices; made within the running event loop. Nothing is started before
-        `until_ready`."""
-        numbers, self._forks = itertools.count(1), engine_forks()
-        clients = [EngineClient(setup, numbers=numbers, forks=self._forks) for setup in setups]
-        for client in clients:
-            client.on_failure = partial(self._move, client)
-        self._replicas = list(map(_Replica, clients, setups))
+    def __init__(self, setups: Sequence[EngineSetup], router: str, *, num_first: int | None = None) -> None:
+        """One replica for each setup, on its own devices, or for the first ones, until `scale_to` wants others; made
+        within the running event loop. Nothing is started before `until_ready`."""
+        self._numbers, self._forks = itertools.count(1), engine_forks()
+        self._setups = list(setups)
+        self._starting: dict[int, asyncio.Task[None]] = {}
+        self._draining: dict[int, asyncio.Task[None]] = {}
+        self._failed_at: dict[int, float] = {}
+        self.start_seconds = 0.0
+        """What the latest replica that has started took for it."""
+        self.num_reserved = 0
+        """Sequences that have come since the beginning."""
+        first = range(len(setups) if num_first is None else num_first)
+        self._replicas = [self._replica(number) for number in first]
         self._router = Router(router)
         self._jobs: dict[str, EngineClient] = {}
-        self._on_step: OnStep = lambda events, stats: None
+        self._given_on_step: OnStep = lambda events, stats: None
+        self._on_step: OnStep = self._given_on_step
         self.failure: str | None = None
         self.ended = asyncio.Event()
-        self._watching = [asyncio.create_task(self._watch(number)) for number in range(len(setups))]
+        self._watching = [asyncio.create_task(self._watch(replica)) for replica in self._replicas]
         if any(setup.ray for setup in setups):
             self._watching.append(asyncio.create_task(self._relieve()))
 
     async def until_ready(self) -> None:
         """Starts an engine for each replica; they load at the same time. Raises what the first that fails raises."""
+        began = time.monotonic()
         await asyncio.gather(*(client.until_ready() for client in self._clients))
+        self.start_seconds = time.monotonic() - began
+
+    def _replica(self, number: int) -> _Replica:
+        client = EngineClient(self._setups[number], numbers=self._numbers, forks=self._forks)
+        client.on_failure = partial(self._move, client)
+        return _Replica(client, self._setups[number], number)
+
+    @property
+    def num_serving(self) -> int:
+        """Replicas that get requests, or will when they have recovered."""
+        return sum(not one.client.failure and one.number not in self._draining for one in self._replicas)
+
+    @property
+    def num_starting(self) -> int:
+        return len(self._starting)
+
+    @property
+    def num_draining(self) -> int:
+        return len(self._draining)
+
+    def scale_to(self, wanted: int) -> None:
+        """Starts what lacks, those that drain first, or drains what is too much; at least one stays.
+
+        What fails to start is tried again after `AGAIN_SECONDS`.
+        """
+        for number in sorted(self._draining)[: max(wanted - self.num_serving - self.num_starting, 0)]:
+            self._draining.pop(number).cancel()
+            log.info("replica %d serves again", number)
+        alive = {one.number for one in self._replicas if not one.client.failure} | set(self._starting)
+        latest = time.monotonic() - AGAIN_SECONDS
+        free = [n for n in range(len(self._setups)) if n not in alive and self._failed_at.get(n, latest) <= latest]
+        for number in free[: max(wanted - self.num_serving - self.num_starting, 0)]:
+            log.info("replica %d is started", number)
+            self._starting[number] = asyncio.create_task(self._start(number))
+        staying = {
+            one.number: one.client.num_sequences
+            for one in self._replicas
+            if not one.client.failure and one.number not in self._draining
+        }
+        for _ in range(min(len(staying) - wanted, len(staying) - 1)):  # What loads serves nothing yet.
+            del staying[number := to_drain(staying)]
+            log.info("replica %d drains", number)
+            self._draining[number] = asyncio.create_task(self._drain(number))
+
+    async def _start(self, number: int) -> None:
+        replica, began = self._replica(number), time.monotonic()
+        try:
+            await replica.client.until_ready()
+            while replica.setup != self._setups[number]:  # Another plan was adopted meanwhile.
+                setup = self._setups[number]
+                await replica.client.switch_plan(setup)
+                replica = _Replica(replica.client, setup, number)
+        except (InputError, EngineError) as error:
+            self._failed_at[number] = time.monotonic()
+            log.error("replica %d could not be started: %s", number, error)
+            await replica.client.close()
+            return
+        except asyncio.CancelledError:
+            await replica.client.close()
+            raise
+        finally:
+            del self._starting[number]
+        self.start_seconds = time.monotonic() - began
+        log.info("replica %d serves after %.1f s", number, self.start_seconds)
+        others = [one for one in self._replicas if one.number != number]
+        self._replicas = sorted([*others, replica], key=lambda one: one.number)
+        self.on_step = self._given_on_step  # Of the new one, too.
+        self._watching.append(asyncio.create_task(self._watch(replica)))
+
+    async def _drain(self, number: int) -> None:
+        replica = next(one for one in self._replicas if one.number == number)
+        while replica.client.num_jobs:
+            await asyncio.sleep(_DRAINED_SECONDS)
+        self._replicas = [one for one in self._replicas if one is not replica]
+        del self._draining[number]
+        await replica.client.close()
+        log.info("replica %d has ended", number)
 
     @property
     def _clients(self) -> list[EngineClient]:
@@ -79,7 +172,7 @@ class ReplicaSet:
             one = {name: getattr(stats, name) for name in ("iteration_tokens", "num_prefill", "num_decode")}
             on_step(events, with_fields(self.stats, **one))
 
-        self._on_step = on_step
+        self._given_on_step, self._on_step = on_step, on_step
         for client in self._clients:
             client.on_step = all_together
 
@@ -138,6 +231,7 @@ class ReplicaSet:
     def reserve(self, count: int) -> Job:
         """A job of `count` sequences on the replica that the router chooses."""
         client = self._choose()
+        self.num_reserved += count
         job = client.reserve(count)
         self._jobs[job.job_id] = client
         return job
@@ -153,7 +247,7 @@ class ReplicaSet:
     @property
     def _up(self) -> list[_Replica]:
         """Those that work."""
-        clients = ((one, one.client) for one in self._replicas)
+        clients = ((one, one.client) for one in self._replicas if one.number not in self._draining)
         return [one for one, client in clients if not client.failure and not client.pause and not client.stall]
 
     def _choose(self) -> EngineClient:
@@ -201,10 +295,11 @@ class ReplicaSet:
         switched: list[PlanSwitched] = []
         if self.failure:
             raise EngineError(self.failure)
-        wanted = [
-            (replica, with_fields(setup, ray=replica.setup.ray, timeline=replica.setup.timeline))
-            for replica, setup in zip(self._replicas, setups, strict=True)
+        given = [
+            with_fields(setups[number if number < len(setups) else 0], ray=own.ray, timeline=own.timeline)
+            for number, own in enumerate(self._setups)
         ]
+        wanted = [(replica, given[replica.number]) for replica in self._replicas]
         differs = [replica.setup != setup for replica, setup in wanted]
         for number, (replica, setup) in enumerate(wanted):
             if replica.client.failure or (any(differs) and not differs[number]):
@@ -218,7 +313,11 @@ class ReplicaSet:
             except EngineError:  # It has died, and is left out from now on.
                 if not any(other.client.failure is None for other in self._replicas):
                     raise
-        self._replicas = [_Replica(replica.client, setup) for replica, setup in wanted]
+        changed_setups = {replica.number: setup for replica, setup in wanted}
+        self._replicas = [
+            _Replica(one.client, changed_setups.get(one.number, one.setup), one.number) for one in self._replicas
+        ]
+        self._setups = given
         return PlanSwitched(
             number=max((one.number for one in switched), default=0),
             num_blocks=self.num_blocks,
@@ -238,18 +337,21 @@ class ReplicaSet:
 
     async def close(self) -> None:
         """Ends all engine processes."""
-        for task in self._watching:
+        tasks = [*self._watching, *self._starting.values(), *self._draining.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(client.close() for client in self._clients))
         await asyncio.to_thread(self._forks.close)
 
-    async def _watch(self, number: int) -> None:
+    async def _watch(self, replica: _Replica) -> None:
         """Says when a replica has failed; the set has failed with the last of them."""
-        client = self._clients[number]
+        client = replica.client
         await client.ended.wait()
+        if not any(one.client is client for one in self._replicas):  # It has drained.
+            return
         left = sum(not other.failure for other in self._clients)
-        log.error("replica %d: %s; %d of %d replicas go on", number, client.failure, left, len(self._clients))
+        log.error("replica %d: %s; %d of %d replicas go on", replica.number, client.failure, left, len(self._clients))
         if not left:
             self.failure = client.failure
             self.ended.set()

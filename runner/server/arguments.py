@@ -19,6 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the plan's workers on the nodes of this Ray cluster (HOST:PORT), or of the one that this host is in "
         "(auto); default: on this host",
     )
+    parser.add_argument(
+        "--replicas",
+        metavar="MIN:MAX",
+        help="have the number of replicas follow the load, by what each serves within the plan's bounds (default: the "
+        "plan's replicas)",
+    )
     parser.add_argument("--api-key", metavar="KEY", help="required from clients (default: $EXEPLAN_API_KEY, or none)")
     parser.add_argument(
         "--api-keys",
@@ -111,6 +117,7 @@ def run_server(args: argparse.Namespace) -> int:
     from exeplan.progress import note
     from exeplan.runner.server.options import ServeOptions
     from exeplan.runner.server.server import serve
+    from exeplan.scheduling.scaling import parse_replicas
     from exeplan.units import seconds
 
     options = ServeOptions(
@@ -132,6 +139,7 @@ def run_server(args: argparse.Namespace) -> int:
         timeline=args.timeline,
         deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
         ray=args.ray,
+        replicas=parse_replicas(args.replicas) if args.replicas is not None else None,
         plan_file=args.plan,
         model_dir=args.model_dir,
         replan=args.replan,

@@ -9,7 +9,7 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/ and vLLM's 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -46,6 +46,15 @@ _CLIENTS = {
     "generation_tokens": "Output tokens of a client",
     "waiting": "Sequences of a client that wait for their prefill",
     "running": "Sequences of a client that run",
+}
+
+_SCALING = {
+    "replicas_wanted": "Replicas that the load needs, within the limits of --replicas",
+    "replicas_needed": "The same without rounding and limits",
+    "replicas_serving": "Replicas that get requests",
+    "replicas_starting": "Replicas that load",
+    "replicas_draining": "Replicas that answer what they have and end",
+    "arrival_rate": "Sequences per second that come, refused ones too",
 }
 
 
@@ -85,6 +94,8 @@ class Reading:
     replanning: Mapping[str, float]
     clients: Mapping[str, Totals]
     """By the names of their keys; those without one together."""
+    scaling: Mapping[str, float] = field(default_factory=dict)
+    """By the names of `_SCALING`; empty where the number of replicas stays."""
 
 
 @dataclass(slots=True)
@@ -205,6 +216,8 @@ class ServeMetrics(Collector):
             family = HistogramMetricFamily(f"exeplan:{name}", _HISTOGRAMS[name][0], labels=["model_name"])
             family.add_metric([self._model_name], histogram.cumulative(), histogram.sum)
             yield family
+        for name, about in _SCALING.items():
+            yield self._gauge(name, about, reading.scaling.get(name))
         yield from replanning_families(self._model_name, reading.replanning)
         yield from self._predicted_and_observed(reading.observed)
 

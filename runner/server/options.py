@@ -49,6 +49,8 @@ class ServeOptions:
     """A batch that takes longer on any stage means a hanging worker; None derives it from the plan."""
     ray: str | None = None
     """The address of a Ray cluster whose nodes have the plan's devices, or `auto`; None for this host."""
+    replicas: tuple[int, int] | None = None
+    """The fewest and the most replicas, between which their number follows the load; None for those of the plan."""
     plan_file: Path | None = None
     model_dir: str | None = None
     """Where the model of `plan_file` is, if not where it says."""

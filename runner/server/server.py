@@ -16,6 +16,7 @@ from msgspec.structs import replace as with_fields
 
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan, single_plans
+from exeplan.core.schedule import ROUTERS
 from exeplan.drift.state import Rules
 from exeplan.errors import InputError
 from exeplan.runner import logs
@@ -36,6 +37,7 @@ from exeplan.runner.server.listener import open_listener
 from exeplan.runner.server.notify import notify
 from exeplan.runner.server.options import ServeOptions
 from exeplan.runner.server.routes import build_app
+from exeplan.runner.server.scaler import Limits, Scaler, limits_of
 from exeplan.runner.server.service import Service, summary
 from exeplan.runner.server.tls import Tls
 
@@ -60,12 +62,13 @@ def serve(
     keys = ApiKeys(key=options.api_key, file=options.api_keys)
     host = options.host
     tls = Tls(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
+    limits = limits_of(plan, options.replicas, on_ray=bool(options.ray)) if options.replicas else None
     with open_listener(host, options.port) as listener:
         url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
         async def run() -> int:
             setup = partial(_setup, spec=spec, options=options)
-            engine = _engine(plan, setup)
+            engine = _engine(plan, setup, limits)
             service = Service(
                 engine,
                 tokenizer,
@@ -78,6 +81,8 @@ def serve(
                 metrics_aliases=options.metrics_aliases,
             )
             service.clients.count_from_now(keys.clients)
+            if limits and isinstance(engine, ReplicaSet):
+                service.scaler = Scaler(engine, limits, num_refused=service.num_refused)
             service.replanner = Replanner(
                 engine,
                 plan,
@@ -125,15 +130,16 @@ def serve(
             return 1
 
 
-def _engine(plan: Plan, setup: Callable[[Plan], EngineSetup]) -> EngineClient | ReplicaSet:
+def _engine(plan: Plan, setup: Callable[[Plan], EngineSetup], limits: Limits | None) -> EngineClient | ReplicaSet:
     """The client of a plan's engine process, or of one for each replica; within the running event loop."""
-    if plan.num_replicas == 1:
+    if plan.num_replicas == 1 and limits is None:
         return EngineClient(setup(plan))
-    assert plan.router is not None
     if plan.more_replicas and any(group.capacity is None for group in plan.groups):
         log.warning("the plan's replicas differ and do not all have a capacity: the router takes them for equally fast")
-    setups = [_own(setup(one), number) for number, one in enumerate(single_plans(plan))]
-    return ReplicaSet(setups, plan.router)
+    singles = single_plans(plan)
+    most = limits.most if limits else len(singles)
+    setups = [_own(setup(singles[n if n < len(singles) else 0]), n) for n in range(most)]
+    return ReplicaSet(setups, plan.router or ROUTERS[0], num_first=limits.least if limits else None)
 
 
 def _own(setup: EngineSetup, number: int) -> EngineSetup:

@@ -42,6 +42,7 @@ from exeplan.runner.server.observed import Observed, Snapshot
 from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.readers import Readers
 from exeplan.runner.server.responses import ChatBuilder, CompletionBuilder, ResponseBuilder
+from exeplan.runner.server.scaler import Scaler
 from exeplan.runner.server.text_offsets import TokenTexts
 
 RETRY_LOADING = 5
@@ -74,6 +75,7 @@ class Service:
         """Requests whose body is there, and that are not admitted yet."""
         self.started = time.time()
         self.replanner: Replanner | None = None
+        self.scaler: Scaler | None = None
         self.observed = Observed(plan, clock=time.monotonic)
         self.metrics = ServeMetrics(
             model_name=model_name, plan=plan, observed=self.observed, read=self._read, aliases=metrics_aliases
@@ -117,9 +119,13 @@ class Service:
         self.observed.begin()
         if self.replanner:
             self.replanner.start()
+        if self.scaler:
+            self.scaler.start()
 
     async def close(self) -> None:
         """Ends everything that was started for it."""
+        if self.scaler:
+            await self.scaler.close()
         if self.replanner:
             await self.replanner.close()
         await self._readers.close()
@@ -159,7 +165,12 @@ class Service:
             num_waiting=waiting,
             replanning=replanning,
             clients=self.clients.reading_of_all(),
+            scaling=self.scaler.reading() if self.scaler else {},
         )
+
+    def num_refused(self) -> int:
+        """Requests that came and were not admitted for want of room."""
+        return self.metrics.rejected["queue_full"] + self.metrics.rejected["late"]
 
     @property
     def max_context(self) -> int:

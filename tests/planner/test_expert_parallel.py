@@ -95,7 +95,7 @@ def test_no_plan_by_hand_beats_the_search(policy: str) -> None:
                 placed = whole.part(size, replicas=4 // size).at(by_hand(sharding, count))
             except Infeasible:
                 continue
-            for _ in range(40):
+            for _ in range(16):
                 values = dict(module.enumerated(count)[rng.integers(len(module.enumerated(count)))])
                 for knob in module.knobs(workload(), placed.max_seqs):
                     values[knob.name] = int(knob.values[rng.integers(len(knob.values))])
@@ -103,7 +103,7 @@ def test_no_plan_by_hand_beats_the_search(policy: str) -> None:
                 num_tried += 1
                 if outcome.latency <= placed.limit and outcome.memory <= 1:
                     best = max(best, outcome.throughput * (4 / size))
-    assert num_tried > 300
+    assert num_tried > 120
     assert best > 0
     assert best <= 1.01 * found.estimate.throughput, (best, found.estimate.throughput)
 

@@ -25,6 +25,7 @@ COUNTERS = """num_preemptions_total prompt_tokens_total generation_tokens_total 
 GAUGES = """num_requests_running num_requests_waiting kv_cache_usage_perc
     drift_measure drift_requests drift_bound_share drift_best_gain drift_bound_missed
     replan_pause_seconds replan_last_seconds replan_proposed
+    replicas_wanted replicas_needed replicas_serving replicas_starting replicas_draining arrival_rate
     plan_predicted_throughput plan_predicted_token_throughput plan_predicted_ttft_seconds plan_predicted_tpot_seconds
     plan_predicted_latency_seconds plan_predicted_latency_p50_seconds plan_predicted_latency_p99_seconds
     plan_predicted_attainment plan_predicted_goodput observed_attainment observed_goodput
@@ -53,7 +54,7 @@ class Engine:
     """What a scrape reads, apart from what `metrics` has counted."""
 
     def __init__(self, active, aliases=None):
-        self.stats, self.replanning, self.now = IDLE, {}, 0.0
+        self.stats, self.replanning, self.scaling, self.now = IDLE, {}, {}, 0.0
         self.observed = Observed(active, clock=lambda: self.now)
         self.now = 10.0
         self.metrics = ServeMetrics(
@@ -63,7 +64,14 @@ class Engine:
     def read(self):
         observed = self.observed.snapshot()
         clients = {"chat": Totals()}
-        return Reading(stats=self.stats, observed=observed, num_waiting=3, replanning=self.replanning, clients=clients)
+        return Reading(
+            stats=self.stats,
+            observed=observed,
+            num_waiting=3,
+            replanning=self.replanning,
+            clients=clients,
+            scaling=self.scaling,
+        )
 
     def page(self):
         return generate_latest(self.metrics.registry).decode()
@@ -159,6 +167,8 @@ def test_no_sample_has_another_name(engine):
     last = Replanned(number=1, seconds=1.0, source="drift", reason="", plan=active, old=None, new=None, diff="")
     drift = DriftState(bound_share=0.9, best_gain=0.1, missed=1.5)
     engine.replanning = summary(ReplanState(mode="auto", plan=active, drift=drift, last=last))
+    scaling = "replicas_wanted replicas_needed replicas_serving replicas_starting replicas_draining arrival_rate"
+    engine.scaling = dict.fromkeys(scaling.split(), 1.0)
     ran = {"iteration_tokens": 7, "num_blocks": 10, "free_blocks": 5}
     engine.metrics.step([event(2.0)], Stats(**ran, num_prefill=1))
     engine.metrics.step([event(2.5), event(3.0, finish_reason="stop")], Stats(**ran, num_decode=1))

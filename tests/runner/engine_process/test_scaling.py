@@ -1,0 +1,120 @@
+"""Replicas of a running set start and drain: no request is refused or lost by it."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import pytest
+
+from exeplan.core.model import load_model_spec
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Estimate, ReplicaGroup, Schedule, single_stage
+from exeplan.errors import InputError
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.engine_process.build import engine_setup
+from exeplan.runner.engine_process.job import Job
+from exeplan.runner.engine_process.replicas import ReplicaSet
+from exeplan.runner.ipc.messages import Prompt, Sampling
+from exeplan.runner.server.scaler import limits_of
+
+from ..processes import PATIENCE
+
+SPEC = load_model_spec("demo")
+PLAN = Plan(
+    model="demo",
+    schedule=Schedule("orca", {"max_num_seqs": 3}),
+    placement=single_stage(SPEC),
+    replicas=(0, 1),
+    router="shortest-queue",
+)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def begin(engine: ReplicaSet, num_tokens: int) -> Job:
+    sampling = Sampling(**asdict(SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)))
+    job = engine.reserve(1)
+    engine.submit(job, [Prompt(prompt_token_ids=[1], sampling=sampling)])
+    return job
+
+
+async def answer(engine: ReplicaSet, job: Job) -> list[int]:
+    tokens: list[int] = []
+    over = False
+    while not over:
+        events = await job.next_events()
+        tokens += [token for event in events for token in event.token_ids]
+        over = any(event.finish_reason for event in events)
+    engine.release(job)
+    return tokens
+
+
+def test_a_replica_starts_answers_what_it_has_and_ends() -> None:
+    async def run() -> None:
+        setup = engine_setup(PLAN, SPEC, dummy_weights=True)
+        engine = ReplicaSet([setup] * 2, "shortest-queue", num_first=1)
+        try:
+            await engine.until_ready()
+            engine.scale_to(2)
+            assert (engine.num_serving, engine.num_starting) == (1, 1)
+            expected = await answer(engine, begin(engine, 200))
+            await until(lambda: engine.num_serving == 2)
+            assert engine.start_seconds > 0
+            jobs = [begin(engine, 200) for _ in range(4)]
+            assert {client.num_jobs for client in engine._clients} == {2}
+            engine.scale_to(1)
+            assert (engine.num_serving, engine.num_draining) == (1, 1)
+            late = begin(engine, 200)
+            assert [client.num_jobs for client in engine._clients] == [3, 2]
+            assert [await answer(engine, job) for job in [*jobs, late]] == [expected] * 5
+            await until(lambda: engine.num_draining == 0)
+            assert len(engine._clients) == 1
+            assert engine.num_reserved == 6
+            assert engine.failure is None
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+FIGURES = Estimate(
+    throughput=4.0,
+    token_throughput=40.0,
+    ttft=0.1,
+    tpot=0.01,
+    latency=1.0,
+    latency_p50=0.5,
+    latency_p99=1.0,
+    kv_tokens=10.0,
+    memory_bytes_per_gpu=10.0,
+)
+
+
+def test_without_its_profile_a_plan_is_taken_by_its_figures() -> None:
+    found = limits_of(replace(PLAN, estimate=FIGURES), (1, 2), on_ray=False)
+    assert found.curve.rates == (pytest.approx(0.95 * 2.0),)
+    assert found.basis.startswith("as 95 % of the plan's throughput, as its profile is not here")
+    found = limits_of(replace(PLAN, estimate=FIGURES, arrival_rate=4.0, rate_headroom=0.5), (1, 9), on_ray=True)
+    assert found.curve.rates == (3.0,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"estimate": FIGURES}, "--replicas 1:3 needs 3 replicas on this host, the plan has devices for 2"),
+        ({"replicas": (0, 1, 2)}, "nothing says what rate a replica of the plan serves"),
+    ],
+)
+def test_what_cannot_be_scaled_is_refused(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        limits_of(replace(PLAN, **changes), (1, 3), on_ray=False)
+
+
+def test_unequal_replicas_are_no_more_than_the_plan_has() -> None:
+    other = ReplicaGroup(schedule=PLAN.schedule, placement=PLAN.placement, first_devices=(2,))
+    with pytest.raises(InputError, match="the plan's replicas differ, and it has 3"):
+        limits_of(replace(PLAN, more_replicas=(other,), estimate=FIGURES), (1, 4), on_ray=True)

@@ -120,6 +120,7 @@ class _Inbox:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.wake: Callable[[], None] = lambda: None
         self.leave: Callable[[], None] = lambda: None
+        self.server_gone = threading.Event()
 
     def put(self, command: Command) -> None:
         self.commands.put(command)
@@ -150,6 +151,7 @@ def _read(connection: socket.socket, inbox: _Inbox) -> None:
             inbox.put(error)
             while connection.recv(1 << 16):  # Until the server is gone.
                 pass
+    inbox.server_gone.set()
     try:
         inbox.leave()
     finally:
@@ -165,7 +167,8 @@ def _serve(inbox: _Inbox, send: Callable[[EngineEvent], None]) -> NoReturn:
         inbox.leave = launcher.close
 
     def on_loss() -> None:
-        inbox.put(WorkersLost())
+        if not inbox.server_gone.is_set():  # Otherwise they have been let go.
+            inbox.put(WorkersLost())
 
     engine = build_engine(setup, launcher=launcher, on_loss=on_loss, on_progress=tell)
     build = partial(build_executor, launcher=launcher, on_loss=on_loss)

@@ -23,6 +23,7 @@ from exeplan.core.cluster import Cluster
 from exeplan.core.model import ModelSpec, load_model_sizes
 from exeplan.core.plan import Plan, check_utilization
 from exeplan.core.profile import Profile
+from exeplan.core.uneven_routing import EVEN
 from exeplan.errors import InputError
 from exeplan.extras import require
 from exeplan.planner.choice.optimize import resolve_policies
@@ -132,7 +133,7 @@ def datasheet_profile(
     tensor_parallel_sizes: Sequence[int] | None = None,
     constants: Mapping[str, Quantity] | None = None,
     engine: File | None = None,
-    routing: str = "even",
+    routing: str = EVEN,
 ) -> Profile:
     """A profile without a device: times from a roofline of its datasheet (`plans/devices`, or a YAML file).
 
@@ -198,12 +199,14 @@ def optimize(
     max_num_seqs: int | None = None,
     model: ModelSpec | File | None = None,
     engine: File | None = None,
+    routing: str | None = None,
     told: Told = SILENT,
 ) -> Solution:
     """The plan with the most throughput within the bounds; options are those of `exeplan optimize`.
 
     Without a profile, `model` and `cluster` are needed, and the times are those of the datasheet of its devices, with
-    the constants of a serving `engine` where one is given.
+    the constants of a serving `engine` where one is given, and of a mixture's experts as `routing` says (`even`, or
+    uneven as `power_law_1.2`).
     At least one of `latency_bound` (infinity for none), `deadline`, `ttft` and `tpot` is required. `ttft="p99:500ms"`
     bounds a percentile, `ttft="500ms"` the mean; with `attainment` each is of every request. `told` hears how far the
     search is (`exeplan.progress`). Raises InputError for wrong input, Infeasible where no schedule keeps the bounds.
@@ -215,7 +218,7 @@ def optimize(
     bounds = _bounds(latency_bound, bound_on, ttft=ttft, tpot=tpot, attainment=attainment, due=due)
     if max_num_seqs is not None and not 1 <= max_num_seqs <= MAX_SEQS:
         raise InputError(f"--max-num-seqs must lie between 1 and {MAX_SEQS}, found {max_num_seqs}")
-    measured = _times_of(profile, model, cluster, engine)
+    measured = _times_of(profile, model, cluster, engine, routing)
     lengths = load_workload(workload)
     bytes_of_each = num_bytes(str(memory), "--memory") if memory is not None else None
     _check_utilization(gpu_memory_utilization, measured)
@@ -407,19 +410,27 @@ def _times_of(
     model: ModelSpec | File | None,
     cluster: Cluster | File | None,
     engine: File | None,
+    routing: str | None,
 ) -> Profile:
     """The profile that is given, or one by the datasheet of a cluster's devices."""
     if profile is not None:
         if engine is not None:
             raise InputError("--engine goes with the times of a datasheet; give it to `exeplan profile` instead")
-        return _profile_of(load_profile(profile), model)
+        found = load_profile(profile)
+        if routing is not None and routing != (found.routing or EVEN):
+            has = f"routing '{found.routing}'" if found.routing else "no table of uneven routing"
+            raise InputError(
+                f"--routing {routing} goes with the times of a datasheet, and this profile has {has}; give --routing "
+                "to `exeplan profile` instead"
+            )
+        return _profile_of(found, model)
     if model is None or cluster is None:
         raise InputError(
             "give --profile FILE, as `exeplan profile` makes it; or --model and --cluster, for times by the datasheet "
             "of its devices"
         )
-    found = load_cluster(cluster)
-    return datasheet_profile(model, found.device, cluster=found, engine=engine)
+    gpus = load_cluster(cluster)
+    return datasheet_profile(model, gpus.device, cluster=gpus, engine=engine, routing=routing or EVEN)
 
 
 def _profile_of(profile: Profile, model: ModelSpec | File | None) -> Profile:

@@ -1,7 +1,7 @@
 """Predicted against measured on this device: every policy on real traces, planned under one bound, side by side.
 
-    python -m benchmarks.fidelity.one_device [--model demo] [--workloads alpaca FILE.csv ...] [--policies rra ...]
-        [--slacks 4] [--rounds 3] [--seconds 7] [--budget 40s] [--name NAME] [--http]
+    python -m benchmarks.fidelity.one_device [--model demo | demo-experts] [--workloads alpaca FILE.csv ...]
+        [--policies rra ...] [--slacks 4] [--rounds 3] [--seconds 7] [--budget 40s] [--name NAME] [--http]
 
 Each round profiles the model anew, plans every policy for every workload and bound, and plays the plans on one engine
 in slices of load, in the order A B C C B A (`runner/fidelity/interleaved.py`). A prediction is the replay of just the
@@ -56,7 +56,7 @@ _MAX_QUEUE = 20_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", default="demo", help="demo, demo-experts (a mixture of experts), or another")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="shipped names or files")
     parser.add_argument("--policies", nargs="+", default=list(resolve_policies("auto")))
     parser.add_argument(

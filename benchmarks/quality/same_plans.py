@@ -178,6 +178,7 @@ POLICIES = ("chunked", "concat", "orca", "rra", "static", "turbo", "waa-c", "waa
 ORDERS = ("fcfs", "sjf", "edf", "das")
 MACHINES = {
     "demo": ("cpu-generic", "cpu", (1, 2), 0.0009),
+    "demo-experts": ("cpu-generic", "cpu", (1, 2), 0.0009),
     "llama-50m": ("cpu-generic", "cpu", (1, 2), 0.02),
     "tcb-small": ("cpu-generic", "cpu", (1,), 0.0006),
     "tcb-transformer": ("a100-40gb", "", (1,), 0.003),
@@ -210,6 +211,7 @@ demo             1    alpaca           --latency-bound 3s --fit-context
 demo             1    alpaca           --latency-bound 0.01s --fit-context
 demo             2    wmt17-ende       --latency-bound 2s --ttft 0.3s --tpot 20ms
 demo             2    alpaca           --latency-bound 3s --fit-context --risk 1% --policy rra
+demo-experts     1    alpaca           --latency-bound 8s --fit-context
 llama-50m        1    C1               --latency-bound 12s --arrival-rate 0.5 --policy orca
 llama-50m        2    G                --latency-bound 40s --method bayesian --max-num-seqs 64 --policy orca
 tcb-small        1    wmt17-ende       --deadline 2s --arrival-rate 40

@@ -49,6 +49,7 @@ _OPTIONS = (
     "max_num_seqs",
     "model",
     "engine",
+    "routing",
 )
 """Options of the command line that are arguments of `exeplan.optimize`."""
 _PLOT, _EXPLAIN = 0.5, 2.0
@@ -138,6 +139,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="without --profile: constants of a serving engine (plans/engines, YAML file)",
     )
+    parser.add_argument(
+        "--routing",
+        metavar="R",
+        help="without --profile: of tokens to experts, even (default) or power_law_1.2",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN", help="write the plan as YAML")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the frontier (.png, .svg, .pdf)")
     parser.add_argument(
@@ -200,8 +206,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _by_datasheet(profile: "Profile") -> list[str]:
     """What a reader should know of times that nothing has measured."""
+    from exeplan.commands.profile import CORRECTED_EVENLY
+
     source = f"times are of the {profile.source}; a profile that was measured or imported is closer"
-    return [*profile.model.remarks, f"{source} (`exeplan profile --help`)"]
+    twice = [CORRECTED_EVENLY] if profile.correction and profile.routing else []
+    return [*profile.model.remarks, f"{source} (`exeplan profile --help`)", *twice]
 
 
 def _kept_to(policy: str, profile: "Profile") -> list[str]:

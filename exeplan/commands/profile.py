@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 POSITION = 10
 
 _TARGET_ERROR = 0.03
+CORRECTED_EVENLY = "the correction by measured serving runs was found with even routing, and may count some of it twice"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,8 +214,8 @@ def _derive(args: argparse.Namespace) -> int:
         engine=args.engine,
         routing=args.routing or "even",
     )
-    if profile.correction and profile.source.find(" routing ") > 0:
-        note(["the correction by measured serving runs was found with even routing, and may count some of it twice"])
+    if profile.correction and profile.routing:
+        note([CORRECTED_EVENLY])
     _write(profile, args.output)
     return 0
 

@@ -25,6 +25,7 @@ from exeplan.core.schedule import (
     Schedule,
     Stage,
 )
+from exeplan.core.uneven_routing import check_uneven
 from exeplan.errors import InputError
 from exeplan.extras import frame
 from exeplan.files import write_text
@@ -69,6 +70,8 @@ class Plan:
     dtype: str | None = None
     kv_dtype: str | None = None
     """Of keys and values, where it is not the same."""
+    routing: str | None = None
+    """How unevenly tokens are taken to choose experts; None where evenly, or as was not stated."""
     device: str | None = None
     num_threads: int = 1
     """Compute threads on a CPU."""
@@ -297,6 +300,8 @@ def _check_values(body: Mapping[str, Any]) -> None:
     for name in ("dtype", "kv_dtype"):
         if body.get(name, "float32") not in DTYPE_BYTES:
             raise InputError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, found '{body[name]}'")
+    if "routing" in body:
+        check_uneven(body["routing"])
     if body.get("device", "cpu") not in ("cpu", "cuda"):
         raise InputError(f"device must be cpu or cuda, found '{body['device']}'")
     if "deadline" in body:

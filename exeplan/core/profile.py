@@ -45,6 +45,7 @@ from typing import Any
 from exeplan.core.correction import Correction, correction_from
 from exeplan.core.model import DTYPE_BYTES, ModelSpec, model_reference, model_reference_from, model_spec
 from exeplan.core.schedule import Sharding
+from exeplan.core.uneven_routing import check_uneven
 from exeplan.errors import InputError
 from exeplan.files import read_json, write_text
 
@@ -168,6 +169,8 @@ class Profile:
     """What the machine's speed is told by; () where it was not watched."""
     speed_spread: float = 0.0
     """How far the machine's speed moved meanwhile, from slow to fast, half of it and relative (`machine_speed.py`)."""
+    routing: str | None = None
+    """How unevenly tokens choose experts, such as `power_law_1.2`; None where it is even, or was not stated."""
     correction: Correction | None = None
     """How the times change by what measured serving runs said of them; the rows are those before it."""
     source: str = "measured"
@@ -219,7 +222,14 @@ class Profile:
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
-_OPTIONAL = ("layer_weight_bytes", "prefill_calibration", "pass_seconds", "calibration_error", "speed_spread")
+_OPTIONAL = (
+    "layer_weight_bytes",
+    "prefill_calibration",
+    "pass_seconds",
+    "calibration_error",
+    "speed_spread",
+    "routing",
+)
 _OBJECTS = ("model", "device", "measurements", "reference", "reference_passes", "correction")
 _PROFILE_DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
@@ -312,10 +322,21 @@ def _check_values(profile: Profile, path: Path) -> None:
         raise InputError(f"{path}: dtype must be one of {', '.join(DTYPE_BYTES)}, found {profile.dtype!r}")
     if profile.kv_dtype is not None and profile.kv_dtype not in DTYPE_BYTES:
         raise InputError(f"{path}: kv_dtype must be one of {', '.join(DTYPE_BYTES)}, found {profile.kv_dtype!r}")
+    if profile.routing is not None:
+        _check_routing(profile, path)
     texts = {"model name": profile.model.name, "device name": device.name, "device kind": device.kind}
     for name, text in {**texts, "source": profile.source}.items():
         if not isinstance(text, str):
             raise InputError(f"{path}: {name} must be text, found {text!r}")
+
+
+def _check_routing(profile: Profile, path: Path) -> None:
+    try:
+        check_uneven(profile.routing)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    if profile.model.experts is None:
+        raise InputError(f"{path}: routing '{profile.routing}' is of mixtures of experts, and its model is none")
 
 
 def _check_reference_passes(profile: Profile, path: Path) -> None:

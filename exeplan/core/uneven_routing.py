@@ -35,6 +35,14 @@ def routing_exponent(routing: str) -> float:
     return float(match[1])
 
 
+def check_uneven(routing: object) -> None:
+    """Raises InputError unless it is the text of an uneven routing, as a profile or a plan keeps it."""
+    if not isinstance(routing, str):
+        raise InputError(f"routing must be text, found {routing!r}")
+    if not routing_exponent(routing):
+        raise InputError(f"a file keeps an uneven routing only, such as power_law_1.2; found '{routing}'")
+
+
 def busiest_part(experts: Experts, num_tokens: float, parts: int, exponent: float) -> tuple[float, float]:
     """Rows of the busiest of `parts` of whole experts, and the experts that it reads, on average; of 0 as `Experts`."""
     if not exponent:
@@ -44,6 +52,12 @@ def busiest_part(experts: Experts, num_tokens: float, parts: int, exponent: floa
     busiest_D = rows_DPX.sum(axis=2).argmax(axis=1)
     rows_DX = rows_DPX[np.arange(_DRAWS), busiest_D]
     return float(rows_DX.sum(axis=1).mean()), float(np.minimum(rows_DX, 1.0).sum(axis=1).mean())
+
+
+def busiest_load(experts: Experts, num_tokens: float, parts: int, exponent: float) -> float:
+    """Rows of the busiest of `parts` of whole experts, as a multiple of an even share of all rows."""
+    rows, _ = busiest_part(experts, num_tokens, parts, exponent)
+    return rows * parts / (num_tokens * experts.per_token)
 
 
 @lru_cache(512)

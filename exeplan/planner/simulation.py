@@ -192,6 +192,7 @@ def simulate_plan(
         workload_fingerprint=problem.workload.fingerprint,
         dtype=plan.dtype or profile.dtype,
         kv_dtype=plan.kv_dtype or profile.kv_dtype,
+        routing=profile.routing,
         device=plan.device or profile.device.kind,
         max_seqs=plan.max_seqs or problem.max_seqs,
     )

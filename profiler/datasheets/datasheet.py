@@ -169,6 +169,7 @@ def profile_from_datasheet(
         + around * DTYPE_BYTES[between_layers(dtype)],
         workspace_bytes=_workspace_bytes(spec, sheet, dtype),
         measurements=(*rows, *_overhead_rows(sheet), *_link_rows(sheet, sizes)),
+        routing=routing if exponent else None,
         source=f"datasheet {', '.join((sheet.name, *sheet.changes, *more))}",
     )
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from exeplan.core.layer_costs import layer_parameters
 from exeplan.core.model import ModelSpec
 from exeplan.core.profile import Measurement, Profile
+from exeplan.core.uneven_routing import EVEN
 from exeplan.errors import InputError
 from exeplan.files import shipped_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
@@ -85,6 +86,7 @@ def import_profile(
         described,
         device=described.device if known else replace(described.device, name=device),
         measurements=part.rows,
+        routing=None if routing in (None, EVEN) else routing,
         source=f"imported {' and '.join(formats)}",
     )
     return profile, (*part.notes, *_counted(part.rows), *report(findings))

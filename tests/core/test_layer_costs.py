@@ -285,7 +285,13 @@ def test_a_shipped_model_has_the_parameters_of_its_name(name: str) -> None:
 
 
 def test_every_shipped_model_of_a_known_size_is_counted() -> None:
-    assert set(shipped_names("models")) - set(SHIPPED) == {"demo", "llama-50m", "tcb-small", "tcb-transformer"}
+    assert set(shipped_names("models")) - set(SHIPPED) == {
+        "demo",
+        "demo-experts",
+        "llama-50m",
+        "tcb-small",
+        "tcb-transformer",
+    }
 
 
 @pytest.mark.parametrize("family", sorted(PUBLIC))

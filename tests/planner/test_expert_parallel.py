@@ -171,3 +171,36 @@ def test_a_plan_by_hand_has_layouts_that_the_model_can_have(degrees: dict[str, i
     stage = Stage(devices=(0, 1, 2, 3, 4, 5), layers=(0, spec.num_layers), **degrees)
     with pytest.raises(InputError, match=message):
         check_placement((stage,), spec, Schedule("orca", {"max_num_seqs": 4}))
+
+
+def test_uneven_routing_is_planned_reported_and_kept(tmp_path: Path) -> None:
+    given = {"model": MODEL, "cluster": cluster(), "engine": "vllm", "tpot": "30ms", "policy": "orca"}
+    even, uneven = (
+        optimize(None, "normal:in=600,200,1200;out=300,100,600", routing=routing, **given)
+        for routing in (None, "power_law_1.2")
+    )
+    plan = uneven.save(tmp_path / "plan.yaml")
+    assert (even.plan.routing, plan.routing, read_plan(tmp_path / "plan.yaml").routing) == (
+        None,
+        "power_law_1.2",
+        "power_law_1.2",
+    )
+    assert even.plan.profile_fingerprint != plan.profile_fingerprint
+    assert "routing power_law_1.2: a decode pass of about" in repr(uneven)
+    assert "routing" not in repr(even)
+
+
+def test_a_profile_keeps_its_routing_and_takes_no_other(tmp_path: Path) -> None:
+    made = datasheet_profile(MODEL, "h100-80gb", tensor_parallel_sizes=(1,), routing="power_law_1.2")
+    save_profile(made, tmp_path / "uneven.json")
+    assert load_profile(tmp_path / "uneven.json").routing == "power_law_1.2"
+    law = "normal:in=600,200,1200;out=300,100,600"
+    kept = optimize(made, law, latency_bound="inf", routing="power_law_1.2", policy="orca", max_num_seqs=64)
+    assert kept.plan.routing == "power_law_1.2"
+    with pytest.raises(InputError, match=r"--routing even goes with .* has routing 'power_law_1\.2'; give --routing"):
+        optimize(made, law, latency_bound="inf", routing="even")
+    with pytest.raises(InputError, match=r"--routing power_law_1\.2 goes with .* has no table of uneven routing"):
+        optimize(profile(), law, latency_bound="inf", routing="power_law_1.2")
+    (tmp_path / "uneven.json").write_text((tmp_path / "uneven.json").read_text().replace('"power_law_1.2"', '"even"'))
+    with pytest.raises(InputError, match="a file keeps an uneven routing only"):
+        load_profile(tmp_path / "uneven.json")

@@ -758,6 +758,7 @@ def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], mar
         deadline=str(problem.workload.deadlines) if problem.workload.deadlines else None,
         dtype=problem.profile.dtype,
         kv_dtype=problem.profile.kv_dtype,
+        routing=problem.profile.routing,
         device=problem.profile.device.kind,
         num_threads=problem.profile.device.num_threads,
         kv_cache_tokens=first.kv_cache_tokens,

@@ -133,7 +133,8 @@ def _fields(plan: Plan) -> dict[str, str]:
         "profile": plan.profile,
         "profile rows": plan.profile_fingerprint,
         **{
-            what: getattr(plan, what) for what in ("gpus", "dtype", "kv_dtype", "device", "kv_cache_tokens", "max_seqs")
+            what: getattr(plan, what)
+            for what in ("gpus", "dtype", "kv_dtype", "routing", "device", "kv_cache_tokens", "max_seqs")
         },
     }
     return {what: str(value) for what, value in found.items() if value is not None}

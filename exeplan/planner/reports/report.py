@@ -10,6 +10,7 @@ from exeplan.core.bounds import Bound, binding, utilizations, values_of
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, num_devices
+from exeplan.core.uneven_routing import busiest_load, busiest_part, routing_exponent
 from exeplan.planner.choice.candidates import Candidate
 from exeplan.planner.choice.pipelines import Optimum
 from exeplan.planner.problems.problem import Problem
@@ -90,6 +91,7 @@ def headline(optimum: Optimum, problem: Problem) -> list[str]:
         *([f"  {workload.source}"] if workload.source else []),
         f"{show_bounds(problem.bounds)}: {show_copies(plan) if plan.more_replicas else plan.schedule}",
         *_placement_lines(optimum, problem),
+        *_routing_lines(optimum.plan, profile),
     ]
 
 
@@ -186,6 +188,26 @@ def _placement_lines(optimum: Optimum, problem: Problem) -> list[str]:
         f"memory per GPU: {used} of {show_bytes(problem.memory)}; "
         f"weights {least if least == most else f'{least} to {most}'}",
     ]
+
+
+def _routing_lines(plan: Plan, profile: Profile) -> list[str]:
+    """What uneven routing makes of a decode pass, of as many tokens as a replica decodes at once by Little's law."""
+    experts, estimate = profile.model.experts, plan.estimate
+    if profile.routing is None or experts is None or estimate is None:
+        return []
+    tokens = max(1.0, estimate.token_throughput * estimate.tpot / plan.num_replicas)
+    shares, exponent = [], routing_exponent(profile.routing)
+    for parts in sorted({stage.expert_parallel_size for group in plan.groups for stage in group.placement}):
+        if parts == 1:
+            read, even = busiest_part(experts, tokens, 1, exponent)[1], experts.touched(tokens)
+            shares.append(f"reads {read:.0f} of a layer's {experts.count} experts (by even routing {even:.0f})")
+        else:
+            load, even = (busiest_load(experts, tokens, parts, one) for one in (exponent, 0.0))
+            shares.append(
+                f"gives the busiest of {parts} parts of the experts {load:.1f} times an even share of the rows "
+                f"(by even routing {even:.1f})"
+            )
+    return [f"routing {profile.routing}: a decode pass of about {tokens:.0f} tokens {', '.join(shares)}"]
 
 
 def _idle(plan: Plan) -> str:

@@ -81,7 +81,7 @@ def _workers(
     least, most = export.replicas or (instance.count, instance.count)
     if instance.num_gpus:
         start: dict[str, str] = {}  # KubeRay tells Ray of the GPUs and cores of a pod's limits.
-        resources = {"limits": {"nvidia.com/gpu": -(-instance.num_gpus // instance.num_hosts)}}
+        resources: dict[str, Any] = {"limits": {"nvidia.com/gpu": -(-instance.num_gpus // instance.num_hosts)}}
     else:
         start = {"num-cpus": f"{instance.num_cpus}"}
         resources = {"limits": {"cpu": f"{instance.num_cpus}"}, "requests": {"cpu": f"{instance.num_cpus}"}}

@@ -21,7 +21,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from os import kill, listdir
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with _nodes() as nodes, tempfile.TemporaryDirectory() as folder:
+    with ray_nodes(sizes=[1] * NUM_REPLICAS) as nodes, tempfile.TemporaryDirectory() as folder:
         found = _measure(nodes, Path(folder), args)
     rows = [[kind, name, str(one)] for kind, each in found["seconds"].items() for name, one in each.items()]
     print(table(("killed", "until", "seconds"), rows))
@@ -54,13 +54,13 @@ def main() -> None:
     print(f"\nrecord: {write_record('ray-kills', found)}")
 
 
-class _Nodes:
+class Nodes:
     """The cluster and its nodes with room for a worker."""
 
-    def __init__(self, cluster: Any, folder: str) -> None:
+    def __init__(self, cluster: Any, folder: str, sizes: Sequence[int]) -> None:
         self._cluster = cluster
         cluster.add_node(num_cpus=0, temp_dir=folder, **_OPTIONS)
-        self._nodes = [cluster.add_node(num_cpus=1, **_OPTIONS) for _ in range(NUM_REPLICAS)]
+        self._nodes = [cluster.add_node(num_cpus=size, **_OPTIONS) for size in sizes]
 
     @property
     def address(self) -> str:
@@ -80,19 +80,20 @@ class _Nodes:
 
 
 @contextlib.contextmanager
-def _nodes() -> Iterator[_Nodes]:
+def ray_nodes(*, sizes: Sequence[int]) -> Iterator[Nodes]:
+    """A cluster that ends with the context. Sizes are the CPUs of nodes that are not the head."""
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="ray-", dir=tempfile.gettempdir())  # Sockets lie in it, whose paths must be short.
     cluster = Cluster()
     try:
-        yield _Nodes(cluster, folder)
+        yield Nodes(cluster, folder, sizes)
     finally:
         cluster.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _measure(nodes: _Nodes, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def _measure(nodes: Nodes, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     plan, temporary, log = folder / "plan.yaml", folder / "tmp", folder / "log"
     plan.write_text(f"{ONE}kv_cache_tokens: 8192\nreplicas: {list(range(NUM_REPLICAS))}\n")
     temporary.mkdir()
@@ -125,7 +126,7 @@ def _measure(nodes: _Nodes, folder: Path, args: argparse.Namespace) -> dict[str,
 
 
 def _killed(
-    kind: str, nodes: _Nodes, server: Server, load: Load, log: Path, draw: random.Random, back: float
+    kind: str, nodes: Nodes, server: Server, load: Load, log: Path, draw: random.Random, back: float
 ) -> tuple[float, float, float]:
     """Seconds from the kill until it is known, until a later request is answered, until capacity is as planned."""
     engines, workers, said = family_of(server, ("exeplan-engine",)), nodes.workers(), log.stat().st_size

@@ -234,6 +234,16 @@ def test_requests_of_a_replica_that_has_no_room_any_more_go_on_on_another(
     eventually(lambda: not cluster.agents())
 
 
+def test_two_servers_share_a_cluster(tmp_path: Path, cluster: Cluster, expected: list[list[str]]) -> None:
+    with serving(tmp_path / "1", SINGLE, "--ray", cluster.address) as first:
+        with serving(tmp_path / "2", SINGLE, "--ray", cluster.address) as second:
+            assert first.tokens() == second.tokens() == expected
+            assert second.stop() == 0
+        assert first.tokens() == expected
+        assert first.stop() == 0
+    eventually(lambda: not cluster.agents())
+
+
 def test_replicas_start_on_further_nodes_with_the_load_and_leave_them_after_it(
     tmp_path: Path, cluster: Cluster, expected: list[list[str]]
 ) -> None:

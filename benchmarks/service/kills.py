@@ -63,10 +63,10 @@ def main() -> None:
     parser.add_argument("--held", type=int, default=100, metavar="KILLS", help="between two looks at what is held")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="where a run leaves off and the next one goes on")
     args = parser.parse_args()
-    kept = _Kept(args.keep)
+    kept = Kept(args.keep)
     plans = []
     for name in args.plan:
-        run = kept.runs.setdefault(name, _Run())
+        run = kept.runs.setdefault(name, Run())
         if run.num_kills < args.kills:
             _measure(name, run, kept, args)
         plans.append(run.figures(name))
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 @dataclass
-class _Run:
+class Run:
     """What the kills of one plan have shown so far, over one server or several."""
 
     answers: dict[str, int] = field(default_factory=dict)
@@ -100,20 +100,20 @@ class _Run:
             "plan": name,
             "kills": self.num_kills,
             "answers": dict(sorted(self.answers.items())),
-            **{f"well again after {kind}, s": _spread(found) for kind, found in self.well.items()},
+            **{f"well again after {kind}, s": spread(found) for kind, found in self.well.items()},
             "held": self.held,
             "exit statuses": self.statuses,
             **{f"left after {end}": found for end, found in self.left.items()},
         }
 
 
-class _Kept:
+class Kept:
     """The runs by plan, and the file that has them."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         found = json.loads(path.read_text()) if path and path.exists() else {}
-        self.runs = {name: _Run(**fields) for name, fields in found.items()}
+        self.runs = {name: Run(**fields) for name, fields in found.items()}
 
     def write(self) -> None:
         if self._path:
@@ -122,7 +122,7 @@ class _Kept:
             beside.replace(self._path)
 
 
-def _measure(name: str, run: _Run, kept: _Kept, args: argparse.Namespace) -> None:
+def _measure(name: str, run: Run, kept: Kept, args: argparse.Namespace) -> None:
     body, victims = PLANS[name]
     shared = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as folder:
@@ -134,19 +134,19 @@ def _measure(name: str, run: _Run, kept: _Kept, args: argparse.Namespace) -> Non
             _storm(server, name, victims, run, kept, args)
             family = [server.process.pid, *descendants(server.process.pid)]
         run.statuses.append(server.process.returncode)
-        run.add_left("SIGTERM", _left(family, server.port, temporary, shared))
+        run.add_left("SIGTERM", what_is_left(family, server.port, temporary, shared))
         with served(plan, "--weights", "dummy", "--replan", "off", environment=environment, killed=True) as server:
-            load = _Load(server, _bodies(random.Random(args.seed), args.clients))
+            load = Load(server, bodies_of(random.Random(args.seed), args.clients))
             with load.clients(args.clients, wanted=None):
                 family = [server.process.pid, *descendants(server.process.pid)]
                 server.process.kill()
                 server.process.wait()
-        run.add_left("SIGKILL", _left(family, server.port, temporary, shared))
+        run.add_left("SIGKILL", what_is_left(family, server.port, temporary, shared))
         kept.write()
 
 
 @dataclass
-class _Load:
+class Load:
     """Clients that stream, and what came of it."""
 
     server: Server
@@ -202,7 +202,7 @@ class _Load:
         for thread in threads:
             thread.start()
         began = self.last
-        _await(lambda: self.last != began, WELL_SECONDS, "no token came")
+        await_claim(lambda: self.last != began, WELL_SECONDS, "no token came")
         try:
             yield
         finally:
@@ -217,19 +217,17 @@ def _ended(status: int, text: str) -> str:
     return "not let in (503)" if status == 503 else f"unexpected {status}: {text[:80]}"
 
 
-def _bodies(draw: random.Random, clients: int) -> list[dict[str, Any]]:
+def bodies_of(draw: random.Random, clients: int) -> list[dict[str, Any]]:
     return [
         {"prompt": [draw.randrange(200) for _ in range(draw.randint(1, 60))], "max_tokens": draw.randint(5, 120)}
         for _ in range(3 * clients)
     ]
 
 
-def _storm(
-    server: Server, name: str, victims: tuple[str, ...], run: _Run, kept: _Kept, args: argparse.Namespace
-) -> None:
+def _storm(server: Server, name: str, victims: tuple[str, ...], run: Run, kept: Kept, args: argparse.Namespace) -> None:
     """Kills until there are as many as asked for, or the time is over; everything is noted in `run`."""
     draw = random.Random(f"{args.seed} {run.num_kills}")
-    load = _Load(server, _bodies(random.Random(args.seed), args.clients))
+    load = Load(server, bodies_of(random.Random(args.seed), args.clients))
     wanted = [load.answer(body)[1] for body in load.bodies]
     told, begun, began = Counter(run.answers), run.num_kills, time.monotonic()
     run.held.append({"kills": begun, **server.held()})
@@ -245,31 +243,31 @@ def _storm(
                 kept.write()
                 gone = time.monotonic() - began
                 rest = gone / (run.num_kills - begun) * (args.kills - run.num_kills)
-                every = _spread(run.well["SIGKILL"] + run.well["SIGSTOP"])
+                every = spread(run.well["SIGKILL"] + run.well["SIGSTOP"])
                 print(
                     f"{name}: {run.num_kills} of {args.kills}, {gone / 60:.0f} min, {rest / 60:.0f} min more; "
                     f"well again {every}; {run.answers}",
                     flush=True,
                 )
     run.answers = dict(told + load.outcomes)
-    _await(server.idle, WELL_SECONDS, "requests or blocks are left")
+    await_claim(server.idle, WELL_SECONDS, "requests or blocks are left")
     run.held.append({"kills": run.num_kills, **server.held()})
 
 
-def _killed(server: Server, load: _Load, victims: tuple[str, ...], draw: random.Random, kind: str) -> float:
+def _killed(server: Server, load: Load, victims: tuple[str, ...], draw: random.Random, kind: str) -> float:
     """Seconds from the signal to the first token of the processes that came next; of a new request, for a reader."""
-    found = _family(server, victims)
+    found = family_of(server, victims)
     victim = draw.choice(sorted(found))
     began = time.perf_counter()
     os.kill(victim, getattr(signal, kind))
 
     def replaced() -> bool:
-        now = _family(server, victims)
+        now = family_of(server, victims)
         return victim not in now and len(now) == len(found)
 
-    _await(replaced, WELL_SECONDS, f"process {victim} was not replaced after {kind}")
+    await_claim(replaced, WELL_SECONDS, f"process {victim} was not replaced after {kind}")
     since, requests_too = time.perf_counter(), victims == ("exeplan-reader",)
-    _await(
+    await_claim(
         lambda: load.last[0] > since and (not requests_too or load.last[1] > began),
         WELL_SECONDS,
         f"no token came after {kind}",
@@ -277,12 +275,12 @@ def _killed(server: Server, load: _Load, victims: tuple[str, ...], draw: random.
     return load.last[0] - began
 
 
-def _family(server: Server, names: tuple[str, ...]) -> set[int]:
+def family_of(server: Server, names: tuple[str, ...]) -> set[int]:
     """The processes of a server that live and have one of these names."""
-    return {pid for pid in descendants(server.process.pid) if _name(pid) in names}
+    return {pid for pid in descendants(server.process.pid) if name_of(pid) in names}
 
 
-def _name(pid: int) -> str:
+def name_of(pid: int) -> str:
     """As the system shows it; none for one that has ended."""
     with contextlib.suppress(OSError):
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
@@ -290,13 +288,13 @@ def _name(pid: int) -> str:
     return ""
 
 
-def _left(family: list[int], port: int, temporary: Path, shared: set[str]) -> dict[str, int]:
+def what_is_left(family: list[int], port: int, temporary: Path, shared: set[str]) -> dict[str, int]:
     """What there is of a server that has ended, a while after its end where there is anything."""
     with contextlib.suppress(SystemExit):
-        _await(lambda: not any(map(_name, family)), END_SECONDS, "processes are left")
+        await_claim(lambda: not any(map(name_of, family)), END_SECONDS, "processes are left")
     with socket.socket() as probe:
         return {
-            "processes": sum(bool(_name(pid)) for pid in family),
+            "processes": sum(bool(name_of(pid)) for pid in family),
             "ports": int(probe.connect_ex(("127.0.0.1", port)) == 0),
             "files in the temporary directory": len(list(temporary.iterdir())),
             "shared-memory files": len(set(os.listdir("/dev/shm")) - shared - _mapped()),
@@ -312,7 +310,7 @@ def _mapped() -> set[str]:
     return found
 
 
-def _spread(seconds: list[float]) -> dict[str, float]:
+def spread(seconds: list[float]) -> dict[str, float]:
     """Median, 99th percentile and worst; nothing of nothing."""
     if not seconds:
         return {}
@@ -321,7 +319,7 @@ def _spread(seconds: list[float]) -> dict[str, float]:
     return {"median": round(median(ordered), 3), "p99": round(p99, 3), "worst": round(ordered[-1], 3)}
 
 
-def _await(claim: Any, seconds: float, otherwise: str) -> None:
+def await_claim(claim: Any, seconds: float, otherwise: str) -> None:
     deadline = time.perf_counter() + seconds
     while not claim():
         if time.perf_counter() > deadline:

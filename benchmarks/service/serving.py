@@ -43,16 +43,25 @@ class Server:
 
 @contextlib.contextmanager
 def served(
-    plan: Path, *options: str, key: str = "", environment: Mapping[str, str] | None = None, killed: bool = False
+    plan: Path,
+    *options: str,
+    key: str = "",
+    environment: Mapping[str, str] | None = None,
+    killed: bool = False,
+    log: Path | None = None,
 ) -> Iterator[Server]:
     """`exeplan serve` of a plan on a free port, ended by SIGTERM; reports an exit status other than 0.
 
-    `environment` is added to this process's. One that is to be `killed` is ended with the context, if it lives.
+    `log` is where its log goes, instead of standard error. `environment` is added to this process's. One that is to be
+    `killed` is ended with the context, if it lives.
     """
     command = [sys.executable, "-m", "exeplan", "serve", str(plan), "--port", "0", "--log-level", "warning", *options]
     command += ["--api-key", key] if key else []
     variables = {**os.environ, **(environment or {})}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
+    with (
+        log.open("w") if log else contextlib.nullcontext() as written,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=written, text=True, env=variables) as process,
+    ):
         assert process.stdout
         found = re.search(r"http://\S+", process.stdout.readline())
         if not found:

@@ -1,5 +1,6 @@
 """write a plan as another serving engine's command line, compose file, Kubernetes objects or Ray Serve config
 
+With --to exeplan: as Kubernetes objects, or a RayJob of KubeRay, that serve the plan by exeplan itself.
 What the engine does otherwise than the plan says is on standard error, and in comments of what is written. Where a
 policy here schedules as the engine does, the plan is replayed so, and what that costs is said too; this needs the
 plan's profile and workload.
@@ -7,6 +8,7 @@ plan's profile and workload.
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plug-in", action="store_true", help="with --to vllm: exeplan's scheduler in vLLM keeps the cadence of rra"
     )
+    parser.add_argument(
+        "--replicas",
+        metavar="MIN:MAX",
+        help="with --to exeplan: as many replicas as the load needs, by KEDA, or with --as kuberay by Ray's autoscaler",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="instead of standard output")
 
 
@@ -43,8 +50,11 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.progress import note
 
     exporter, plan = load_exporter(args.to), read_plan(args.plan)
-    spec, model = plan_sizes(plan), args.model or engine_model(plan.model)
+    spec = plan_sizes(plan)
+    model = args.model or (plan.model if args.to == "exeplan" else engine_model(plan.model))
     exported = _with_plug_in(args, plan, spec, model) if args.plug_in else exporter.export(plan, spec, model=model)
+    if args.replicas is not None:
+        exported = _with_replicas(exported, args.replicas)
     note([*exported.remarks, *installed_remark(exported), *_costs(plan, exported)])
     text = FORMS[args.form](exported)
     if args.output is None:
@@ -53,6 +63,15 @@ def run(args: argparse.Namespace) -> int:
     write_text(args.output, text)
     print(f"wrote {args.output}")
     return 0
+
+
+def _with_replicas(exported: "Export", text: str) -> "Export":
+    from exeplan.errors import InputError
+    from exeplan.scheduling.scaling import parse_replicas
+
+    if exported.plan_text is None:
+        raise InputError(f"--replicas follows a metric of exeplan's, which {exported.engine} does not have")
+    return replace(exported, replicas=parse_replicas(text))
 
 
 def _with_plug_in(args: argparse.Namespace, plan: "Plan", spec: "ModelSpec", model: str) -> "Export":

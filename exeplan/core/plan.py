@@ -182,15 +182,20 @@ def with_group(plan: Plan, number: int, found: Plan) -> Plan:
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Writes the plan as YAML, unset fields left out; a policy file is named from the plan's folder."""
+    """Writes the plan as YAML; a policy file is named from the plan's folder."""
+    write_text(path, plan_yaml(plan, path.resolve().parent))
+
+
+def plan_yaml(plan: Plan, folder: Path) -> str:
+    """The text of a plan's file in this folder, unset fields left out."""
     from exeplan import plain_yaml
 
     body = {name: value for name, value in as_json(plan).items() if value not in (None, {}, [])}
     for schedule, part in zip((g.schedule for g in plan.groups), (body, *body.get("more_replicas", ())), strict=True):
         if schedule.has_policy_file:
-            relative = os.path.relpath(schedule.policy, path.resolve().parent)
+            relative = os.path.relpath(schedule.policy, folder)
             part["schedule"]["policy"] = relative if relative.startswith("..") else f"./{relative}"
-    write_text(path, plain_yaml.dump({"exeplan": 1, **body}))
+    return plain_yaml.dump({"exeplan": 1, **body})
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from exeplan.errors import InputError
 if TYPE_CHECKING:
     from exeplan.export.interface import Export, Exporter
 
-FORM_NAMES = ("command", "compose", "kubernetes", "ray-serve")
+FORM_NAMES = ("command", "compose", "kubernetes", "ray-serve", "kuberay")
 """Of `forms.FORMS`, which loads more than a help text needs."""
 
-_OTHERS = ("forms", "interface", "shape")
+_OTHERS = ("forms", "interface", "kuberay", "shape")
 
 
 def exporter_names() -> tuple[str, ...]:

@@ -1,23 +1,32 @@
 """An export as a file that a person or a program starts it by: a shell script, a compose file, Kubernetes objects, a
-config of Ray Serve.
+config of Ray Serve, a RayJob of KubeRay.
 
 Every form has the same words of the same command lines.
 """
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from exeplan import plain_yaml
 from exeplan.errors import InputError
-from exeplan.export.interface import Export, Instance
+from exeplan.export.interface import PLAN_PATH, Export, Instance
+from exeplan.export.kuberay import as_ray_job
 
 _RAY = "2.60"
 """Whose `LLMConfig` takes what `as_ray_serve` writes. Source: docs.ray.io, configuration of ray.serve.llm."""
+_NEEDED = "exeplan:replicas_needed"
+_SHARED_MEMORY = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
+_MEMORY_MOUNT = {"name": "shared-memory", "mountPath": "/dev/shm"}
+_PLAN_VOLUME = {"name": "plan", "configMap": {"name": "exeplan-plan"}}
+_PLAN_MOUNT = {"name": "plan", "mountPath": str(PurePosixPath(PLAN_PATH).parent)}
+_SECRET = {"secretKeyRef": {"name": "exeplan", "key": "api-key", "optional": True}}
 
 
 def as_command(export: Export) -> str:
     """A shell script for each host; several servers of a host run in the background, on ports in sequence."""
+    _check_takes_no_file(export)
     lines, placed = [f"# {line}" for line in _head(export)], list(_placed(export))
     for host in sorted({server.host for server in placed}):
         own = [server for server in placed if server.host == host]
@@ -47,6 +56,7 @@ def _assignments(server: "_Server") -> list[str]:
 
 def as_compose(export: Export) -> str:
     """Services of the Compose specification, a server each. Raises InputError for servers on several hosts."""
+    _check_takes_no_file(export)
     if export.num_hosts > 1:
         raise InputError(f"a compose file is of one host, and the plan has {export.num_hosts}; use --as kubernetes")
     services = {server.name: _compose_service(export, server) for server in _placed(export)}
@@ -72,11 +82,76 @@ def _compose_service(export: Export, server: "_Server") -> dict[str, Any]:
 
 
 def as_kubernetes(export: Export) -> str:
-    """A Deployment and a Service for each kind of server; replicas are the Deployment's."""
+    """A Deployment and a Service for each kind of server; replicas are the Deployment's, and KEDA's where they follow
+    the load.
+
+    Raises InputError for a server of exeplan on several hosts, and for several kinds of them.
+    """
     objects = [
         one for instance in export.instances for one in (_deployment(export, instance), _service(export, instance))
     ]
-    return _commented(export) + "---\n".join(map(plain_yaml.dump, objects))
+    if export.plan_text is not None and (len(export.instances) > 1 or export.instances[0].num_hosts > 1):
+        raise InputError("the plan's replicas differ, or are on several hosts each; use --as kuberay")
+    texts = [_config_map(export)] if export.plan_text is not None else []
+    if export.replicas:
+        objects.append(_scaled_object(export))
+    return _commented(export) + "---\n".join([*texts, *map(plain_yaml.dump, objects)])
+
+
+def as_kuberay(export: Export) -> str:
+    """The plan as a ConfigMap, and a RayJob of `exeplan serve --ray`."""
+    workers = {"image": export.image, "volumeMounts": [_MEMORY_MOUNT]}
+    head = {
+        "image": export.image,
+        "env": [{"name": "EXEPLAN_API_KEY", "valueFrom": _SECRET}],
+        "volumeMounts": [_MEMORY_MOUNT, _PLAN_MOUNT],
+    }
+    job = as_ray_job(
+        export,
+        head=({"volumes": [_SHARED_MEMORY, _PLAN_VOLUME]}, head),
+        workers=({"volumes": [_SHARED_MEMORY]}, workers),
+    )
+    return _commented(export) + "---\n".join([_config_map(export), plain_yaml.dump(job)])
+
+
+def _check_takes_no_file(export: Export) -> None:
+    if export.plan_text is not None:
+        raise InputError(f"`{' '.join(export.instances[0].program)} PLAN` takes the plan itself; use --as kubernetes")
+
+
+def _config_map(export: Export) -> str:
+    """With the plan as it is written, line by line."""
+    assert export.plan_text is not None
+    lines = "".join(f"    {line}\n" for line in export.plan_text.splitlines())
+    head = plain_yaml.dump({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "exeplan-plan"}})
+    return f"{head}data:\n  {PurePosixPath(PLAN_PATH).name}: |\n{lines}"
+
+
+def _scaled_object(export: Export) -> dict[str, Any]:
+    """Of KEDA: as many pods as the servers say they need together. Source: kedacore/keda, CRD of 2.x."""
+    assert export.replicas
+    least, most = export.replicas
+    trigger = {
+        "type": "prometheus",
+        "metricType": "AverageValue",
+        "metadata": {
+            "serverAddress": "http://prometheus-operated.monitoring.svc:9090",
+            "query": f"sum({_NEEDED})",
+            "threshold": "1",
+        },
+    }
+    return {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": {"name": "exeplan"},
+        "spec": {
+            "scaleTargetRef": {"name": export.instances[0].name},
+            "minReplicaCount": least,
+            "maxReplicaCount": most,
+            "pollingInterval": 5,
+            "triggers": [trigger],
+        },
+    }
 
 
 def _deployment(export: Export, instance: Instance) -> dict[str, Any]:
@@ -91,11 +166,23 @@ def _deployment(export: Export, instance: Instance) -> dict[str, Any]:
         "ports": [{"containerPort": export.port}],
         "readinessProbe": {**probe, "periodSeconds": 5},
         "startupProbe": {**probe, "periodSeconds": 10, "failureThreshold": 120},
-        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+        "volumeMounts": [_MEMORY_MOUNT],
     }
+    template: dict[str, Any] = {"labels": labels}
+    spec: dict[str, Any] = {"containers": [container], "volumes": [_SHARED_MEMORY]}
     if instance.num_gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": instance.num_gpus}}
-    memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
+    elif instance.num_cpus:  # One more for the server.
+        container["resources"] = {"requests": {"cpu": f"{instance.num_cpus + 1}"}}
+    if export.plan_text is not None:
+        container["args"] += ["--replicas", "1:1"]  # A replica a pod, which says how many are needed.
+        container["env"].append({"name": "EXEPLAN_API_KEY", "valueFrom": _SECRET})
+        container["volumeMounts"] = [_MEMORY_MOUNT, _PLAN_MOUNT]
+        container["livenessProbe"] = {"httpGet": {"path": "/health", "port": export.port}, "periodSeconds": 10}
+        spec["volumes"] = [_SHARED_MEMORY, _PLAN_VOLUME]
+        spec["terminationGracePeriodSeconds"] = 75
+        scrape = {"scrape": "true", "port": f"{export.port}", "path": "/metrics"}
+        template["annotations"] = {f"prometheus.io/{name}": value for name, value in scrape.items()}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -103,10 +190,7 @@ def _deployment(export: Export, instance: Instance) -> dict[str, Any]:
         "spec": {
             "replicas": instance.count,
             "selector": {"matchLabels": labels},
-            "template": {
-                "metadata": {"labels": labels},
-                "spec": {"containers": [container], "volumes": [memory]},
-            },
+            "template": {"metadata": template, "spec": spec},
         },
     }
 
@@ -208,7 +292,7 @@ def _on_port(export: Export, server: _Server) -> tuple[str, ...]:
 
 
 def _head(export: Export) -> list[str]:
-    return [f"{export.engine} {export.versions[0]} to {export.versions[1]}", *export.remarks]
+    return [f"{export.engine} {' to '.join(dict.fromkeys(export.versions))}", *export.remarks]
 
 
 def _commented(export: Export) -> str:
@@ -220,5 +304,6 @@ FORMS: Mapping[str, Callable[[Export], str]] = {
     "compose": as_compose,
     "kubernetes": as_kubernetes,
     "ray-serve": as_ray_serve,
+    "kuberay": as_kuberay,
 }
 """By the name that `--as` takes."""

@@ -7,6 +7,8 @@ from typing import Protocol
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
 
+PLAN_PATH = "/etc/exeplan/plan.yaml"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
@@ -21,6 +23,10 @@ class Instance:
     """Of each server its host."""
     gpus: tuple[tuple[int, ...], ...]
     """Of each server its GPUs, by the host's numbers; none on a CPU."""
+    num_cpus: int = 0
+    """Cores that the workers of one server take, where they run on CPUs."""
+    num_hosts: int = 1
+    """Hosts that the workers of one server are on."""
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -53,6 +59,10 @@ class Export:
     instances: tuple[Instance, ...]
     remarks: tuple[str, ...] = ()
     """What the engine does otherwise than the plan says, and what that means, in sentences."""
+    plan_text: str | None = None
+    """A file that the servers read, at `PLAN_PATH`."""
+    replicas: tuple[int, int] | None = None
+    """The fewest and the most replicas, where their number is to follow the load."""
     as_run: Plan | None = None
     """The plan as the engine schedules it, to be replayed; None where that is the plan itself, or no policy here
     schedules so."""

@@ -10,9 +10,8 @@ Not here: what a worker does (`worker.py`), and whether to start another generat
 
 import contextlib
 import io
-import itertools
 import logging
-import os
+import secrets
 import signal
 import socket
 import sys
@@ -52,7 +51,6 @@ _SAY_SECONDS = 10.0
 """Between two lines of a log while there is no room."""
 _SILENT_SECONDS = 30.0
 """How long nothing is placed on a node that has fallen silent; Ray gives it up within that time by its defaults."""
-_numbers = itertools.count(1)
 
 
 class RayLauncher:
@@ -166,7 +164,7 @@ class RayLauncher:
         self._group = placement_group(
             [bundle.resources for bundle in wanted],
             strategy="PACK",
-            name=f"exeplan-replica-{self._setup.replica}",
+            name=_name(f"exeplan-replica-{self._setup.replica}"),
             bundle_label_selector=[elsewhere] * len(wanted) if silent else None,
         )
 
@@ -179,12 +177,11 @@ class RayLauncher:
     def _place(self, wanted: Sequence[Bundle]) -> dict[int, "_Agent"]:
         """Agents of all devices. Raises InputError for a node that cannot run one, ChildProcessError for a lost one."""
         self._on_progress("starting workers on the Ray cluster", 0.0)
-        number = next(_numbers)
         handles: dict[int, ActorHandle] = {}
         for index, bundle in enumerate(wanted):
             for device in bundle.devices:
                 handles[device] = _actor(
-                    name=f"exeplan-replica-{self._setup.replica}-device-{device}-{os.getpid()}-{number}",
+                    name=_name(f"exeplan-replica-{self._setup.replica}-device-{device}"),
                     worker=self._worker,
                     place=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
                 )
@@ -308,6 +305,11 @@ class _RayWorker:
 
     def join(self) -> None:
         """The agent waits for the worker before it starts another."""
+
+
+def _name(what: str) -> str:
+    """One that no other server in the cluster has, nor an engine that Ray has not cleared away yet."""
+    return f"{what}-{secrets.token_hex(4)}"
 
 
 def _actor(*, name: str, worker: dict[str, float], place: PlacementGroupSchedulingStrategy) -> Any:

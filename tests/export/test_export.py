@@ -43,7 +43,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Export:
 def test_a_file_in_the_room_is_an_exporter(toy: Export) -> None:
     assert "toy" in exporter_names()
     assert toy.instances[0].command[2:4] == ("a/b", "--max-num-seqs=8")
-    with pytest.raises(InputError, match="no exporter 'forms'; there are lightllm, lmdeploy, sglang, tgi, toy, vllm"):
+    with pytest.raises(
+        InputError, match="no exporter 'forms'; there are exeplan, lightllm, lmdeploy, sglang, tgi, toy, vllm"
+    ):
         load_exporter("forms")
 
 

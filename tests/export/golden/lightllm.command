@@ -1,4 +1,4 @@
-# LightLLM 1.1 to 1.1
+# LightLLM 1.1
 # the plan prefills 8 requests at a time; LightLLM as many as it has places and the tokens of a prefill allow
 # LightLLM's queue has no limit; more than 200 requests in flight break the plan's bound
 # --model_dir is a directory on its machine: LightLLM downloads nothing; its image is not of a fixed version

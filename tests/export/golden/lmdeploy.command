@@ -1,4 +1,4 @@
-# LMDeploy 0.18 to 0.18
+# LMDeploy 0.18
 # the plan decodes 24 steps between prefills; LMDeploy 16, and its command line cannot say otherwise (prefill_interval of PytorchEngineConfig can)
 # the plan prefills 8 requests at a time; LMDeploy as many as it has places and the tokens of a prefill allow, and earlier where less than half of its places are taken
 # prefix caching is off, as plans count every prompt token; with it on, plan with uncached prompt lengths

@@ -1,4 +1,4 @@
-# SGLang 0.5.23 to 0.5.23
+# SGLang 0.5.23
 # the radix cache is off, as plans count every prompt token; with it on, plan with uncached prompt lengths
 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 python3 -m sglang.launch_server \
     --model-path organisation/name \

@@ -36,6 +36,10 @@ PLANS = {
     "placement: [{devices: [0], layers: [0, 6], phase: prefill}, {devices: [1], layers: [0, 6], phase: decode}]\n",
     "replicas": SINGLE + "replicas: [0, 1]\n",
 }
+SLOW = (
+    "estimate: {throughput: 0.6, token_throughput: 90, ttft: 1, tpot: 0.01, latency: 2,\n"
+    "  latency_p50: 2, latency_p99: 2, kv_tokens: 8192, memory_bytes_per_gpu: 1000000}\n"
+)
 
 
 class Cluster:
@@ -225,6 +229,34 @@ def test_requests_of_a_replica_that_has_no_room_any_more_go_on_on_another(
         assert server.log.count("workers on ") == 2
         cluster.add()
         eventually(lambda: server.log.count("workers on ") == 3)
+        assert server.tokens() == expected
+        assert server.stop() == 0
+    eventually(lambda: not cluster.agents())
+
+
+def test_two_servers_share_a_cluster(tmp_path: Path, cluster: Cluster, expected: list[list[str]]) -> None:
+    with serving(tmp_path / "1", SINGLE, "--ray", cluster.address) as first:
+        with serving(tmp_path / "2", SINGLE, "--ray", cluster.address) as second:
+            assert first.tokens() == second.tokens() == expected
+            assert second.stop() == 0
+        assert first.tokens() == expected
+        assert first.stop() == 0
+    eventually(lambda: not cluster.agents())
+
+
+def test_replicas_start_on_further_nodes_with_the_load_and_leave_them_after_it(
+    tmp_path: Path, cluster: Cluster, expected: list[list[str]]
+) -> None:
+    """The plan says that a replica serves so little that a few rounds of requests need two, for a minute at most."""
+    with serving(tmp_path, SINGLE + SLOW, "--ray", cluster.address, "--replicas", "1:2") as server:
+        assert len(cluster.agents()) == 1
+        for _ in range(3):
+            assert server.tokens() == expected
+        eventually(lambda: "replica 1 serves after" in server.log)
+        assert len(cluster.agents()) == 2
+        assert server.tokens() == expected
+        eventually(lambda: " has ended" in server.log)
+        eventually(lambda: len(cluster.agents()) == 1)
         assert server.tokens() == expected
         assert server.stop() == 0
     eventually(lambda: not cluster.agents())

@@ -1,4 +1,4 @@
-"""Kernels compiled for three GPUs are read: nothing spills, keys and values come in 128-bit copies, waves are counted."""
+"""Kernels compiled for three GPUs are read: nothing spills, keys and values come in 128-bit copies, waves count."""
 
 import json
 import os

@@ -4,8 +4,8 @@
 
 Ceilings are measured first: a large copy and a large matrix product. Then follow each kernel as a share of them and
 against torch; decode steps end to end and prefills against the roofline; throughput against transformers and vLLM on
-the same GPU; profiles of the shipped shapes; and `static`, `orca`, `chunked` and `rra` on ExeGPT's tasks at four bounds,
-predicted against measured. A section that fails is reported, the others run, and the exit status is 1. Needs no
+the same GPU; profiles of the shipped shapes; and `static`, `orca`, `chunked` and `rra` on ExeGPT's tasks at four
+bounds, predicted against measured. A section that fails is reported, the others run, and the exit status is 1. Needs no
 network. With `--profiles` the profiles of Llama-3.1-8B, OPT-13B and T5-11B are kept in that folder.
 
 Without a GPU the command prints that it needs one and ends. `--smoke` runs toy sizes on the CPU, with stand-ins for

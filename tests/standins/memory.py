@@ -153,10 +153,6 @@ def fake_gpu(total: int, *, taken: int = 0) -> Iterator[Accounting]:
     def fake_to_device(values: Any, device: torch.device) -> Tensor:
         return torch.empty(values.shape, dtype=torch.from_numpy(values).dtype, device=device)
 
-    class Generator(torch.Generator):
-        def __new__(cls, device: Any = "cpu") -> "Generator":
-            return super().__new__(cls, "cpu")
-
     stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
     cuda = {
         "mem_get_info": lambda device=None: (memory.free, memory.total),
@@ -172,9 +168,12 @@ def fake_gpu(total: int, *, taken: int = 0) -> Iterator[Accounting]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
-        patch.setattr(torch, "Generator", Generator)
         patch.setattr(GraphCapturer, "capture", lambda self, function: memory.captured(function))
         patch.setattr("exeplan.kernels.paged_attention._num_multiprocessors", lambda device: _MULTIPROCESSORS)
+        patch.setattr(
+            "exeplan.runner.compute.checkpoint.RandomWeights._draw",
+            lambda self, name, sizes: torch.empty(sizes, dtype=self.dtype, device=self.device),
+        )
         # Takes half of a start's time, and nothing here is freed by it.
         patch.setattr("exeplan.runner.compute.gpu_memory.gc", SimpleNamespace(collect=lambda: None))
         # Ranks of a stage have equal memory: what one can, all can.

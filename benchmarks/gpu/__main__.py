@@ -1,12 +1,12 @@
 """The GPU engine in one command, its time limited by `--minutes`: kernels, passes, peers, profiles and policies.
 
-    python -m benchmarks.gpu [--sections kernels model ...] [--profiles FOLDER] [--output FILE] [--minutes 7.5]
+    python -m benchmarks.gpu [--sections kernels model ...] [--profiles FOLDER] [--output FILE] [--minutes 20]
 
 Ceilings are measured first: a large copy and a large matrix product. Then follow each kernel as a share of them and
-against torch; decode steps against the bandwidth roofline and the rate of prefills; end-to-end throughput against
-transformers on the same GPU; profiles of the shipped shapes; and `static`, `orca`, `chunked` and `rra` on ExeGPT's
-tasks at four bounds, predicted against measured. A section that fails is reported, the others run, and the exit status
-is 1. Needs no network. With `--profiles` the profiles of Llama-3.1-8B, OPT-13B and T5-11B are kept in that folder.
+against torch; decode steps end to end and prefills against the roofline; throughput against transformers and vLLM on
+the same GPU; profiles of the shipped shapes; and `static`, `orca`, `chunked` and `rra` on ExeGPT's tasks at four
+bounds, predicted against measured. A section that fails is reported, the others run, and the exit status is 1. Needs no
+network. With `--profiles` the profiles of Llama-3.1-8B, OPT-13B and T5-11B are kept in that folder.
 
 Without a GPU the command prints that it needs one and ends. `--smoke` runs toy sizes on the CPU, with stand-ins for
 CUDA graphs and kernels: it checks that the command works and measures nothing. Its figures are saved only with
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--profiles", type=Path, metavar="FOLDER", help="keep the profiles of three models here")
     parser.add_argument("--output", type=Path, metavar="FILE", help="instead of benchmarks/records/gpu.json")
-    parser.add_argument("--minutes", type=float, default=7.5)
+    parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--smoke", action="store_true", help="toy sizes on the CPU: measures nothing")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():

@@ -1,21 +1,31 @@
 """A decode step against the bandwidth roofline, and the rate of a prefill against the measured matrix ceiling.
 
 The model has random weights and random keys and values. A decode step must read all weights but the embedding table,
-and the keys and values of its rows; that over the copy rate is its floor. The operations of a prefill are two for each
-weight of the layers and token, and those of causal attention.
+and the keys and values of its rows; that over the copy rate is its floor. It is timed twice: the replay of its graph
+alone, on the device; and end to end by the clock, as an engine runs it one step ahead, with scheduling, block tables,
+copies both ways and the tokens on the host. The second is what a server does. The operations of a prefill are two for
+each weight of the layers and token, and those of causal attention.
 """
+
+import time
 
 import torch
 
 from benchmarks.gpu.setting import Clock, Section, Setting, seconds_as_it_comes
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.layer_costs import layer_parameters
-from exeplan.profiler.measuring.captured_decode import recorded, replay_seconds
+from exeplan.core.schedule import Schedule
+from exeplan.profiler.measuring.captured_decode import captured_executor, recorded, replay_seconds
+from exeplan.profiler.measuring.device import synchronize
 from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.compute.warm_up import tune_kernels
+from exeplan.runner.engine.engine import Engine, Request
 
 _ROOM = 0.75
 """Of the memory that is free, at most, for keys and values."""
+_STEPS = 32
+"""Decode steps that are timed by the clock."""
 
 
 @torch.inference_mode()
@@ -39,7 +49,7 @@ def _runner(setting: Setting, batch: int, context: int) -> ModelRunner:
     paged_with = setting.kernels if setting.smoke else None
     options = {"dtype": setting.dtype, "device": str(setting.place), "dummy_weights": True, "paged_with": paged_with}
     runner = ModelRunner(setting.spec, num_blocks=1, **options)
-    wanted = batch * num_blocks_for(context + 1)
+    wanted = batch * num_blocks_for(_longest(setting, batch, context))
     if setting.place.type == "cuda":
         wanted = min(wanted, int(_ROOM * torch.cuda.mem_get_info()[0]) // runner.cache.num_bytes)
     runner.use_blocks(wanted)
@@ -62,12 +72,56 @@ def _decodes(runner: ModelRunner, setting: Setting, section: Section, batch: int
         seconds = replay_seconds(graphs.captured[batch].replay, setting.place)
         for row in rows:
             runner.free(row.request_id)
+        found = {"decode graph": seconds}
+        if batch * num_blocks_for(_longest(setting, batch, context)) <= runner.cache.num_blocks:
+            found["decode step"] = _step_seconds(runner, setting, batch, context)
+        else:
+            section.notes.append(f"no room for {batch} x {context} tokens and those of {_STEPS} steps")
         kept = batch * context * spec.kv_bytes_per_token(setting.dtype)
         num_bytes = runner.weight_bytes - (0 if spec.tied_head else table) + kept
-        share, _ = setting.share(seconds, num_bytes=num_bytes)
-        name = f"decode, batch {batch}, context {context}"
-        cells = (name, f"{1e3 * seconds:.3f}", f"{batch / seconds:.0f}", f"{1e3 * share * seconds:.3f}")
-        section.add((*cells, f"{100 * share:.0f} %"), case=name, seconds=seconds, bytes=num_bytes, share=share)
+        for kind, seconds in found.items():
+            share, _ = setting.share(seconds, num_bytes=num_bytes)
+            name = f"{kind}, batch {batch}, context {context}"
+            cells = (name, f"{1e3 * seconds:.3f}", f"{batch / seconds:.0f}", f"{1e3 * share * seconds:.3f}")
+            section.add((*cells, f"{100 * share:.0f} %"), case=name, seconds=seconds, bytes=num_bytes, share=share)
+
+
+def _step_seconds(runner: ModelRunner, setting: Setting, batch: int, context: int) -> float:
+    """By the clock, of one of many decode steps of an engine; prompts are prefilled before in chunks."""
+    schedule = Schedule("chunked", {"max_num_seqs": batch, "max_num_batched_tokens": _chunk(setting, batch)})
+    with captured_executor(runner, runner.model, (batch,)) as executor:
+        engine = Engine(executor, schedule, num_blocks=runner.cache.num_blocks)
+        output = _longest(setting, batch, context) - context
+        for number in range(batch):
+            sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+            engine.add(Request(request_id=str(number), prompt_token_ids=[7] * context, sampling=sampling))
+        while not all_decode(engine, batch):
+            engine.step()
+        synchronize(setting.place)
+        start = time.perf_counter()
+        for _ in range(_STEPS):
+            engine.step()
+            assert all_decode(engine, batch), "each timed step must decode every sequence"
+        synchronize(setting.place)
+        seconds = (time.perf_counter() - start) / _STEPS
+        while engine.has_work:
+            engine.step()
+    return seconds
+
+
+def all_decode(engine: Engine, batch: int) -> bool:
+    """Whether the last step was one pass, of one token of each sequence."""
+    return [(step.num_decode, step.num_new_tokens) for step in engine.last_steps] == [(batch, batch)]
+
+
+def _chunk(setting: Setting, batch: int) -> int:
+    return setting.size(8192, 64) + batch
+
+
+def _longest(setting: Setting, batch: int, context: int) -> int:
+    """Tokens of a sequence at the end: the first decodes a token with each chunk of the others."""
+    chunks = batch * context // (_chunk(setting, batch) - batch)
+    return context + chunks + _STEPS + 8
 
 
 def _rows(batch: int, context: int) -> tuple[tuple[SequenceState, ...], dict[str, list[int]]]:

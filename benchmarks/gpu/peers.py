@@ -1,17 +1,22 @@
-"""Output tokens a second on a fixed set of requests, against transformers on the same GPU in the same run.
+"""Output tokens a second on a fixed set of requests, against transformers and vLLM on the same GPU in the same run.
 
 All requests at once, greedy, to their full length, random weights of one shape. `generate` pads on the left and runs
 until the longest output; only requested tokens count. Each engine runs the set twice, and the second run
-counts: the first one compiles, tunes and warms caches. transformers runs in a process of its own, which leaves no
-memory behind.
+counts: the first one compiles, tunes and warms caches. Peers run in processes of their own, which leave no memory
+behind; vLLM by the interpreter that `EXEPLAN_VLLM_PYTHON` names where it is not installed beside exeplan, and one that
+is installed in neither is named in the report.
 """
 
 import importlib.util
+import json
+import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +33,11 @@ from exeplan.runner.engine.engine import Engine, Request
 
 _LEAST_SECONDS = 60.0
 """For a peer to load and run, whatever is left of the section's time."""
+_VLLM_PYTHON, _VLLM_CLASS = "EXEPLAN_VLLM_PYTHON", "LlamaForCausalLM"
+_NOT_IN_SMOKE = {
+    "continuous": "continuous batching of transformers takes minutes on a CPU",
+    "vllm": "vLLM's CUDA build does not run on a CPU",
+}
 Work = list[tuple[list[int], int]]
 """Prompt token ids and output tokens of every request."""
 
@@ -40,12 +50,12 @@ def run(setting: Setting, clock: Clock) -> Section:
         title=f"end to end: {shown}", header=("engine", "seconds", "output tokens/s", "exeplan is x times")
     )
     found: dict[str, float] = {}
-    for name in ("exeplan", *PEERS):
+    for name in ("exeplan", *PEERS, "vllm"):
         if clock.left < 0:
             section.notes.append(f"out of time before {name}")
             break
-        if setting.smoke and name == "continuous":
-            section.notes.append("continuous batching of transformers takes minutes on a CPU: left out of a smoke run")
+        if setting.smoke and name in _NOT_IN_SMOKE:
+            section.notes.append(f"{_NOT_IN_SMOKE[name]}: left out of a smoke run")
             continue
         try:
             found[name] = _exeplan(setting, work) if name == "exeplan" else _in_child(name, setting, clock)
@@ -62,13 +72,29 @@ def run(setting: Setting, clock: Clock) -> Section:
 
 
 def _in_child(name: str, setting: Setting, clock: Clock) -> float:
-    """Seconds of a peer. Raises ModuleNotFoundError where transformers is not installed."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ModuleNotFoundError("transformers is not there")
+    """Seconds of a peer. Raises ModuleNotFoundError where it is not installed."""
+    package, python = ("vllm", os.environ.get(_VLLM_PYTHON)) if name == "vllm" else ("transformers", None)
+    if python is None and importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"{package} is not there")
     if setting.smoke:  # On a CPU nothing stays behind, and a process takes longer to start than to run.
         return PEERS[name](setting, _requests(setting))
+    if name == "vllm":  # Its environment need not have exeplan.
+        return _vllm(setting, python or sys.executable, max(clock.left, _LEAST_SECONDS))
     command = [sys.executable, "-m", "benchmarks.gpu.peers", name]
-    seconds = max(clock.left, _LEAST_SECONDS)
+    return _result(command, max(clock.left, _LEAST_SECONDS))
+
+
+def _vllm(setting: Setting, python: str, seconds: float) -> float:
+    """Seconds of vLLM on the same requests and the same shape."""
+    config = {**setting.spec.config, "architectures": [_VLLM_CLASS], "eos_token_id": None, "bos_token_id": None}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        (Path(folder) / "work.json").write_text(json.dumps(_requests(setting)))
+        script = Path(__file__).with_name("with_vllm.py")
+        return _result([python, str(script), folder, setting.dtype], seconds)
+
+
+def _result(command: list[str], seconds: float) -> float:
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     lines = [line for line in answer.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:

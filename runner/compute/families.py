@@ -18,6 +18,7 @@ from exeplan.runner.compute.checkpoint import Checkpoint, OnRead, RandomWeights,
 from exeplan.runner.compute.layers import Model
 from exeplan.runner.compute.precision import activation_dtype
 from exeplan.runner.compute.shard import Shard, whole
+from exeplan.units import show_bytes
 
 CPU_ONLY = {"deepseek_v2": "latent attention", "gpt_oss": "attention with sinks"}
 """Families whose attention the kernels over blocks have not, as a GPU needs them."""
@@ -59,7 +60,14 @@ def load_model(
             quantization=spec.quantization,
             on_read=on_read,
         )
-    model: Model = family.Model(spec, weights, shard or whole(spec))
+    try:
+        model: Model = family.Model(spec, weights, shard or whole(spec))
+    except torch.cuda.OutOfMemoryError:
+        total = torch.cuda.mem_get_info(place)[1]
+        raise InputError(
+            f"the weights of '{spec.name}' do not fit: {show_bytes(weights.num_bytes)} of them were read when the "
+            f"{show_bytes(total)} of {device} were full; use more GPUs, or a smaller dtype"
+        ) from None
     return model, weights.num_bytes
 
 

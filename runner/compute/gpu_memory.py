@@ -15,6 +15,7 @@ from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.kernels.tuning import untimed
+from exeplan.policies import pass_limits
 from exeplan.runner.compute.kv_budget import (
     GPUMemory,
     KVBudget,
@@ -24,6 +25,7 @@ from exeplan.runner.compute.kv_budget import (
 )
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.warm_up import tune_kernels
+from exeplan.units import show_bytes
 
 _LEAST_PASS = 512
 _TUNING_BLOCKS, _LEAST_TUNING_BLOCKS = 2560, 8
@@ -52,8 +54,15 @@ def measure_kv_budget(runner: ModelRunner, schedule: Schedule, utilization: floa
         return None
     share, meter = utilization - _GRAPHS_SHARE, CudaMeter(runner.device)
     # Kernels choose their configurations before passes over contexts of one token could mislead them.
-    runner.use_blocks(tuning_blocks(runner, meter))
-    tune_kernels(runner)
+    left = meter.memory().free
+    try:
+        runner.use_blocks(tuning_blocks(runner, meter))
+        tune_kernels(runner)
+    except torch.cuda.OutOfMemoryError:
+        raise InputError(
+            f"the weights leave {show_bytes(left)} of {show_bytes(meter.memory().total)}, too little for one pass; "
+            "use more GPUs, or a smaller dtype"
+        ) from None
     return fit_cache(runner, schedule, meter, utilization=share)
 
 
@@ -69,20 +78,27 @@ def tuning_blocks(runner: ModelRunner, meter: Meter) -> int:
 def fit_cache(runner: ModelRunner, schedule: Schedule, meter: Meter, *, utilization: float) -> KVBudget:
     """Runs the largest passes, then gives the runner a KV cache of all the blocks that fit into the remaining memory.
 
-    Tries smaller passes where the cache could not hold the tokens of the largest. Raises InputError when not even the
-    smallest pass fits.
+    Tries smaller passes where the cache could not hold the tokens of the largest, unless the schedule itself limits
+    them: it would run passes of its limit whatever was measured. Raises InputError when not even the last pass fits.
     """
     block_bytes = runner.cache.num_bytes // runner.cache.num_blocks
+    limited = pass_limits(schedule).tokens is not None
     tokens = largest_pass(runner.spec, schedule)
     while True:
         runner.use_blocks(0)
-        found = _budget_for(runner, tokens, schedule, meter, utilization=utilization, block_bytes=block_bytes)
-        enough = found is not None and (found.num_blocks * BLOCK_SIZE >= tokens or tokens <= _LEAST_PASS)
+        last = limited or tokens <= _LEAST_PASS
+        found = _budget_for(
+            runner, tokens, schedule, meter, utilization=utilization, block_bytes=block_bytes, last=last
+        )
+        enough = found is not None and (last or found.num_blocks * BLOCK_SIZE >= tokens)
         if _on_all_ranks(runner, enough) and found:
             runner.use_blocks(found.num_blocks)
             return found
-        if tokens <= _LEAST_PASS:
-            raise InputError(f"there is no memory for a prefill of {tokens} tokens; use more GPUs, or a smaller dtype")
+        if last:
+            less = "a smaller max_num_batched_tokens, " * (limited and tokens > _LEAST_PASS)
+            raise InputError(
+                f"there is no memory for a prefill of {tokens} tokens; use {less}more GPUs, or a smaller dtype"
+            )
         tokens = max(tokens // 2, _LEAST_PASS)
 
 
@@ -93,9 +109,17 @@ def _on_all_ranks(runner: ModelRunner, yes: bool) -> bool:
 
 
 def _budget_for(
-    runner: ModelRunner, tokens: int, schedule: Schedule, meter: Meter, *, utilization: float, block_bytes: int
+    runner: ModelRunner,
+    tokens: int,
+    schedule: Schedule,
+    meter: Meter,
+    *,
+    utilization: float,
+    block_bytes: int,
+    last: bool,
 ) -> KVBudget | None:
-    """The KV cache budget next to passes of `tokens` tokens; None when the passes alone do not fit."""
+    """The KV cache budget next to passes of `tokens` tokens; None when the passes alone do not fit. Raises InputError
+    when they fit, but no block next to them, and these are the last passes to try."""
     with untimed():  # Its decodes have contexts of one token, unlike real ones.
         workspace = meter.workspace(lambda: run_passes(runner, tokens, most_rows(schedule)))
     if workspace is None:
@@ -107,7 +131,7 @@ def _budget_for(
     try:
         number = num_kv_blocks(memory, utilization=utilization, workspace=workspace, block_bytes=block_bytes)
     except InputError:
-        if tokens <= _LEAST_PASS:
+        if last:
             raise
         return None
     return KVBudget(number, tokens)

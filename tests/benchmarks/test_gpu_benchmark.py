@@ -4,7 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.peers import _vllm
+from benchmarks.gpu.setting import setting_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,3 +42,33 @@ def test_without_a_gpu_it_measures_nothing() -> None:
         answer.stdout
         == "benchmarks.gpu: no CUDA GPU here, so there is nothing to measure; --smoke only tries whether it runs\n"
     )
+
+
+VLLM = """
+from types import SimpleNamespace
+
+class SamplingParams(SimpleNamespace):
+    pass
+
+class LLM:
+    def __init__(self, *, model, load_format, max_num_seqs, enable_prefix_caching, **options):
+        assert open(model + "/config.json").read() and load_format == "dummy" and not enable_prefix_caching
+        self.slots = max_num_seqs
+
+    def generate(self, prompts, wanted, use_tqdm):
+        assert len(prompts) == len(wanted) == self.slots and all(one["prompt_token_ids"] for one in prompts)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * (one.max_tokens - FEWER))]) for one in wanted]
+"""
+
+
+@pytest.mark.parametrize("fewer", [0, 1], ids=["all tokens", "a token too few"])
+def test_vllm_gets_the_same_requests_and_must_give_every_token(fewer, tmp_path, monkeypatch) -> None:
+    """By a module with its interface in place of vLLM, which needs a GPU."""
+    (tmp_path / "vllm.py").write_text(VLLM.replace("FEWER", str(fewer)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run_it = partial(_vllm, setting_for(smoke=True), sys.executable, 60.0)
+    if fewer:
+        with pytest.raises(RuntimeError, match="every token that was asked for must be given"):
+            run_it()
+    else:
+        assert 0 <= run_it() < 60.0

@@ -1,0 +1,194 @@
+"""Every shipped model starts on a GPU and fills its share of the memory, or is refused with the number.
+
+Two layers of each model are loaded; the memory of the rest of its stage is taken from the GPU beforehand. The stage is
+the smallest that the planner's memory model lets hold a pass's tokens: tensor parallelism over up to 8 GPUs, then
+pipeline stages.
+"""
+
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import exeplan
+from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule, Stage
+from exeplan.errors import InputError
+from exeplan.planner.problems.problem import MEMORY_UTILIZATION
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
+from exeplan.runner.compute import gpu_memory
+from exeplan.runner.compute.decode_graphs import DecodeGraphs
+from exeplan.runner.compute.gpu_memory import measure_kv_budget, run_passes
+from exeplan.runner.compute.kv_budget import most_rows, with_finite_context
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.shard import Shard
+from exeplan.simulator.memory import kv_capacity_tokens, weight_bytes
+
+from .memory import Ranks, fake_gpu
+
+PLANS = Path(exeplan.__file__).parent / "plans"
+GPUS = ["a40-48gb", "a100-40gb", "h100-80gb", "a100-80gb", "h200-141gb"]
+NOT_ON_GPUS = {"deepseek-v2-lite", "deepseek-v3", "minimax-m2"}
+TOYS = {"demo", "tcb-small"}
+"""So small that their caches would have millions of blocks, which takes seconds."""
+MODELS = sorted({path.stem for path in (PLANS / "models").glob("*.yaml")} - NOT_ON_GPUS - TOYS)
+TOKENS, LOADED = 8192, 2
+"""Of a pass, and layers."""
+SCHEDULE = Schedule("chunked", {"max_num_seqs": 8, "max_num_batched_tokens": TOKENS})
+CASES = [*zip(MODELS, cycle(GPUS), strict=False), ("opt-13b", "a40-48gb"), ("llama-3.1-8b", "a40-48gb")]
+
+
+def of_depth(spec: ModelSpec, layers: int) -> ModelSpec:
+    encoder = round(spec.num_encoder_layers * layers / spec.num_layers)
+    experts = spec.experts and replace(spec.experts, num_layers=min(spec.experts.num_layers, layers))
+    return replace(spec, num_layers=layers, num_encoder_layers=encoder, experts=experts)
+
+
+def stage_of(spec: ModelSpec, size: int) -> tuple[Stage]:
+    encoder = (0, spec.num_encoder_layers)
+    return (Stage(devices=tuple(range(size)), layers=(0, spec.num_layers), encoder_layers=encoder),)
+
+
+def profile_of(spec: ModelSpec, gpu: str, size: int) -> Profile:
+    return profile_from_datasheet(spec, load_datasheet(gpu), dtype="bfloat16", tensor_parallel_sizes=(size,))
+
+
+def planned_tokens(profile: Profile, size: int) -> float:
+    return kv_capacity_tokens(profile, stage_of(profile.model, size), MEMORY_UTILIZATION * profile.device.memory_bytes)
+
+
+def stages(spec: ModelSpec):
+    """Ever smaller ones: how many layers, and over how many GPUs."""
+    sizes = [size for size in (1, 2, 4, 8) if spec.num_heads % size == 0]
+    yield from ((spec.num_layers, size) for size in sizes)
+    yield from ((spec.num_layers // parts, sizes[-1]) for parts in (2, 4, 8))
+
+
+def planned(model: str, gpu: str) -> tuple[Profile, int]:
+    """The profile of the first stage that holds a pass, and over how many GPUs it is split."""
+    full = load_model_spec(model)
+    for layers, size in stages(full):
+        profile = profile_of(of_depth(full, layers), gpu, size)
+        if planned_tokens(profile, size) >= TOKENS:
+            return profile, size
+    raise AssertionError(f"{model} has no stage on {gpu}")
+
+
+class Started(NamedTuple):
+    kv_tokens: float
+    share: float
+    """Of the GPU, in use at the largest pass."""
+
+
+def start(profile: Profile, size: int, utilization: float = MEMORY_UTILIZATION) -> Started:
+    """What a worker does before its first request, and then the largest pass over a full cache."""
+    spec, runtime = profile.model, load_datasheet(profile.device.name).runtime_memory
+    loaded = of_depth(spec, min(LOADED, spec.num_layers))
+    left_out = weight_bytes(profile, stage_of(spec, size), 0) - weight_bytes(profile, stage_of(loaded, size), 0)
+    with fake_gpu(round(profile.device.memory_bytes), taken=round(runtime + left_out)) as memory:
+        group = Ranks(size)
+        shard = Shard(layers=(0, loaded.num_layers), encoder_layers=(0, loaded.num_encoder_layers), group=group)
+        options = {"shard": shard, "dtype": "bfloat16", "device": "cuda:0", "dummy_weights": True}
+        runner = ModelRunner(with_finite_context(loaded), num_blocks=1, **options)
+        budget = measure_kv_budget(runner, SCHEDULE, utilization)
+        assert budget is not None
+        runner.capture(most_rows(SCHEDULE))
+        memory.reset_peak()
+        runner.use_blocks = lambda number: None  # Over the cache that there is.
+        run_passes(runner, TOKENS, most_rows(SCHEDULE))
+        kept = BLOCK_SIZE * budget.num_blocks * loaded.num_layers / spec.num_layers
+        return Started(kept, memory.most / memory.total)
+
+
+@pytest.mark.parametrize(("model", "gpu"), CASES)
+def test_a_start_and_the_largest_pass_take_the_share_of_the_gpu_and_no_more(model, gpu):
+    """The engine keeps 1 % of the GPU free for graphs, of which so few rows need little."""
+    started = start(*planned(model, gpu))
+    assert 0.97 * MEMORY_UTILIZATION < started.share <= MEMORY_UTILIZATION, started
+
+
+@pytest.mark.parametrize(("model", "gpu"), [("opt-66b", "h100-80gb"), ("llama-3.1-70b", "h200-141gb")])
+def test_weights_that_a_plan_refuses_the_engine_refuses_with_the_number(model, gpu):
+    profile = profile_of(load_model_spec(model), gpu, 1)
+    assert planned_tokens(profile, 1) < 0
+    with pytest.raises(InputError, match=r"[1-9]\S* GiB .*(more GPUs|smallest that suffices)"):
+        start(profile, 1)
+
+
+def test_a_share_that_leaves_no_cache_is_refused_with_the_share_that_suffices():
+    profile = profile_of(load_model_spec("opt-13b"), "a40-48gb", 1)
+    with pytest.raises(InputError, match=r"need 2[67].* GiB of 4.* the smallest that suffices is 0.[56]"):
+        start(profile, 1, utilization=0.55)
+
+
+def test_passes_that_a_schedule_allows_and_that_do_not_fit_are_refused_not_measured_smaller():
+    """Its scheduler would start them all the same."""
+    spec = of_depth(load_model_spec("llama-3.1-8b"), LOADED)
+    schedule = Schedule("chunked", {"max_num_seqs": 8, "max_num_batched_tokens": 65_536})
+    with fake_gpu(8_000_000_000, taken=1 << 30) as memory:
+        runner = ModelRunner(spec, dtype="bfloat16", device="cuda:0", num_blocks=1, dummy_weights=True)
+        with pytest.raises(InputError, match="a prefill of 65536 tokens; use a smaller max_num_batched_tokens"):
+            measure_kv_budget(runner, schedule, MEMORY_UTILIZATION)
+        assert measure_kv_budget(runner, SCHEDULE, MEMORY_UTILIZATION).pass_tokens == TOKENS
+        assert memory.live < MEMORY_UTILIZATION * memory.total
+
+
+@pytest.mark.parametrize("taken", [82.9e9, 84.5e9], ids=["no room for a pass", "no room for the weights"])
+def test_memory_that_others_hold_is_named_not_a_traceback(taken):
+    spec = of_depth(load_model_spec("llama-3.1-8b"), LOADED)
+
+    def started() -> None:
+        runner = ModelRunner(spec, dtype="bfloat16", device="cuda:0", num_blocks=1, dummy_weights=True)
+        measure_kv_budget(runner, SCHEDULE, 1.0)
+
+    with fake_gpu(85_900_000_000, taken=round(taken)), pytest.raises(InputError, match="use more GPUs"):
+        started()
+
+
+@pytest.mark.parametrize("model", sorted(NOT_ON_GPUS))
+def test_models_that_gpus_do_not_run_are_refused_before_anything_is_loaded(model):
+    with fake_gpu(1 << 36) as memory:
+        with pytest.raises(InputError, match=r"runs on a CPU only|is run only of"):
+            ModelRunner(load_model_spec(model), device="cuda:0", num_blocks=1, dummy_weights=True)
+        assert memory.peak == 0
+
+
+def tuning_in_a_fixed_cache(patch):
+    """As before: 40,960 tokens of keys and values in all layers, whatever the weights leave."""
+    patch.setattr(gpu_memory, "tuning_blocks", lambda runner, meter: 2560 * 40 // LOADED)
+
+
+def measuring_passes_of_a_few_tokens(patch):
+    """Not the largest that the schedule allows."""
+    patch.setattr(gpu_memory, "largest_pass", lambda spec, schedule: 64)
+
+
+def a_graph_over_its_share(patch):
+    """Each keeps logits over a whole cache of its own."""
+    original = DecodeGraphs.iteration
+
+    def iteration(self, size):
+        self.__dict__.setdefault("kept", []).append(torch.empty(1 << 30, dtype=torch.uint8, device=self._cache.device))
+        return original(self, size)
+
+    patch.setattr(DecodeGraphs, "iteration", iteration)
+
+
+FAULTS = {
+    tuning_in_a_fixed_cache: (InputError, "the weights leave .* too little for one pass"),
+    measuring_passes_of_a_few_tokens: (AssertionError, "share=0.9[1-9]"),
+    a_graph_over_its_share: (AssertionError, "share=0.9[1-9]"),
+}
+
+
+@pytest.mark.parametrize(("fault", "found"), FAULTS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_a_seeded_fault_is_found(fault, found, monkeypatch):
+    kind, text = found
+    fault(monkeypatch)
+    with pytest.raises(kind, match=text):
+        test_a_start_and_the_largest_pass_take_the_share_of_the_gpu_and_no_more("opt-13b", "a40-48gb")

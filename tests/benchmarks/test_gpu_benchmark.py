@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.peers import _vllm
-from benchmarks.gpu.setting import setting_for
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -64,6 +61,9 @@ class LLM:
 @pytest.mark.parametrize("fewer", [0, 1], ids=["all tokens", "a token too few"])
 def test_vllm_gets_the_same_requests_and_must_give_every_token(fewer, tmp_path, monkeypatch) -> None:
     """By a module with its interface in place of vLLM, which needs a GPU."""
+    from benchmarks.gpu.peers import _vllm  # Not above: the kernels' tests say how kernels are imported first.
+    from benchmarks.gpu.setting import setting_for
+
     (tmp_path / "vllm.py").write_text(VLLM.replace("FEWER", str(fewer)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     run_it = partial(_vllm, setting_for(smoke=True), sys.executable, 60.0)

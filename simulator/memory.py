@@ -12,7 +12,7 @@ from exeplan.core.layer_costs import (
 )
 from exeplan.core.model import DTYPE_BYTES
 from exeplan.core.profile import Profile
-from exeplan.core.schedule import Placement
+from exeplan.core.schedule import Placement, servers
 
 
 def memory_bytes(profile: Profile, placement: Placement, kv_tokens: float, prefill_kv_tokens: float = 0.0) -> float:
@@ -51,11 +51,13 @@ def kv_capacity_tokens(profile: Profile, placement: Placement, memory: float) ->
 
 def kv_bytes_per_token(profile: Profile, placement: Placement, number: int) -> float:
     """On one GPU of a stage, of all requests' tokens. Where there are fewer key and value heads than GPUs, heads are
-    replicated; ranks of attention data parallelism each hold the tokens of their own requests."""
+    replicated; ranks of attention data parallelism, and servers of one phase, each hold the tokens of their own
+    requests."""
     stage = placement[number]
+    caches = stage.data_parallel_size * len(servers(placement, stage.phase))
     layers = stage.layers[1] - stage.layers[0]
     spread = min(stage.tensor_parallel_size, profile.model.num_kv_shares)
-    return layers * layer_kv_bytes_per_token(profile.model, profile.cache_dtype) / spread / stage.data_parallel_size
+    return layers * layer_kv_bytes_per_token(profile.model, profile.cache_dtype) / spread / caches
 
 
 def weight_bytes(profile: Profile, placement: Placement, number: int) -> float:
@@ -64,7 +66,7 @@ def weight_bytes(profile: Profile, placement: Placement, number: int) -> float:
     Routed experts are divided among all GPUs of a stage, the rest among those of a rank.
     """
     spec, stage = profile.model, placement[number]
-    own = [i for i, s in enumerate(placement) if s.phase == stage.phase]
+    own = next(found for found in servers(placement, stage.phase) if number in found)
     first, last = number == own[0], number == own[-1]
     around = embedding_parameters(spec) * (first + (last and not (spec.tied_head and first)))
     layers = (stage.layers[1] - stage.layers[0]) * layer_parameters(spec)

@@ -212,7 +212,8 @@ def _routed_requests(arrivals: Arrivals, groups: Sequence[tuple[Problem, Replica
 def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
     """Tokens of KV cache for the engine: what the plan needs with slack, within the memory."""
     needed = (
-        steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK + problem.profile.model.max_context
+        steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK
+        + problem.cost.num_caches // problem.cost.num_ranks * problem.profile.model.max_context
     )
     room = kv_capacity_tokens(problem.profile, problem.cost.placement, problem.memory)
     return int(min(needed, room)) // BLOCK_SIZE * BLOCK_SIZE

@@ -28,13 +28,17 @@ def as_command(export: Export) -> str:
     """A shell script for each host; several servers of a host run in the background, on ports in sequence."""
     _check_takes_no_file(export)
     lines, placed = [f"# {line}" for line in _head(export)], list(_placed(export))
-    for host in sorted({server.host for server in placed}):
+    hosts = sorted({server.host for server in placed})
+    for host in hosts:
         own = [server for server in placed if server.host == host]
         lines += [f"# on host {host}"] if export.num_hosts > 1 else []
-        for server in own:
-            words = [*_assignments(server), *(shlex.quote(word) for word in _on_port(export, server))]
-            lines.append(" \\\n    ".join(_lines(words)) + (" &" if len(own) > 1 else ""))
-        lines += ["wait"] if len(own) > 1 else []
+        commands = [[*_assignments(export, server), *_quoted(_on_port(export, server))] for server in own]
+        if export.router and host == hosts[0]:
+            workers = [_worker(export, s, f"http://{_address(export, s)}:{s.port}") for s in placed]
+            commands.append(_quoted(export.router.command(workers)))
+        several = len(commands) > 1
+        lines += [" \\\n    ".join(_lines(words)) + (" &" if several else "") for words in commands]
+        lines += ["wait"] if several else []
     return "\n".join([*lines, ""])
 
 
@@ -49,9 +53,32 @@ def _lines(words: list[str]) -> Iterator[str]:
     yield " ".join(line)
 
 
-def _assignments(server: "_Server") -> list[str]:
-    shown = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, server.gpus))} if server.gpus else {}
-    return [f"{name}={shlex.quote(value)}" for name, value in {**shown, **server.instance.environment}.items()]
+def _quoted(words: Sequence[str]) -> list[str]:
+    return [shlex.quote(word) for word in words]
+
+
+def _assignments(export: Export, server: "_Server") -> list[str]:
+    values = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, server.gpus))} if server.gpus else {}
+    values |= _environment(server)
+    if server.instance.address_variable and export.num_hosts > 1:
+        values[server.instance.address_variable] = _address(export, server)
+    return [f"{name}={shlex.quote(value)}" for name, value in values.items()]
+
+
+def _environment(server: "_Server") -> dict[str, str]:
+    """With the ports that are this server's own."""
+    ports = {name: f"{port}" for name, port in server.own_ports.items() if not name.startswith("--")}
+    return {**server.instance.environment, **ports}
+
+
+def _address(export: Export, server: "_Server") -> str:
+    return "127.0.0.1" if export.num_hosts == 1 else f"host-{server.host}"
+
+
+def _worker(export: Export, server: "_Server", url: str) -> tuple[str, str, int | None]:
+    """A server as its router is told of it."""
+    assert export.router
+    return server.instance.phase, url, server.own_ports.get(export.router.bootstrap)
 
 
 def as_compose(export: Export) -> str:
@@ -59,7 +86,16 @@ def as_compose(export: Export) -> str:
     _check_takes_no_file(export)
     if export.num_hosts > 1:
         raise InputError(f"a compose file is of one host, and the plan has {export.num_hosts}; use --as kubernetes")
-    services = {server.name: _compose_service(export, server) for server in _placed(export)}
+    services = {server.name: _compose_service(export, server) for server in _apart(export)}
+    if router := export.router:
+        workers = [_worker(export, s, f"http://{s.name}:{export.port}") for s in _apart(export)]
+        services["router"] = {
+            "image": router.image,
+            "entrypoint": list(router.program),
+            "command": list(router.command(workers)[len(router.program) :]),
+            "ports": [f"127.0.0.1:{router.port}:{router.port}"],
+            "depends_on": list(services),
+        }
     return _commented(export) + plain_yaml.dump({"services": services})
 
 
@@ -73,8 +109,13 @@ def _compose_service(export: Export, server: "_Server") -> dict[str, Any]:
         "ipc": "host",
         "volumes": ["~/.cache/huggingface:/root/.cache/huggingface"],
     }
-    if instance.environment:
-        service["environment"] = dict(instance.environment)
+    if export.router:  # It alone is reached from outside.
+        del service["ports"]
+    environment = _environment(server)
+    if instance.address_variable:
+        environment[instance.address_variable] = server.name
+    if environment:
+        service["environment"] = environment
     if server.gpus:
         devices = {"driver": "nvidia", "device_ids": [str(number) for number in server.gpus], "capabilities": ["gpu"]}
         service["deploy"] = {"resources": {"reservations": {"devices": [devices]}}}
@@ -87,9 +128,8 @@ def as_kubernetes(export: Export) -> str:
 
     Raises InputError for a server of exeplan on several hosts, and for several kinds of them.
     """
-    objects = [
-        one for instance in export.instances for one in (_deployment(export, instance), _service(export, instance))
-    ]
+    objects = [one for instance in export.instances for one in _served(export, instance)]
+    objects += _router(export)
     if export.plan_text is not None and (len(export.instances) > 1 or export.instances[0].num_hosts > 1):
         raise InputError("the plan's replicas differ, or are on several hosts each; use --as kuberay")
     texts = [_config_map(export)] if export.plan_text is not None else []
@@ -154,6 +194,55 @@ def _scaled_object(export: Export) -> dict[str, Any]:
     }
 
 
+def _served(export: Export, instance: Instance) -> Iterator[dict[str, Any]]:
+    """What runs the servers of an instance, and what has their name. Servers of one phase have a name each, by which
+    the router knows them, and others are found by those that they hand over to."""
+    deployment, service = _deployment(export, instance), _service(export, instance)
+    if instance.phase:
+        deployment["kind"] = "StatefulSet"
+        deployment["spec"] |= {"serviceName": instance.name, "podManagementPolicy": "Parallel"}
+        # A pod has its name while it starts: the router waits for it.
+        service["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}
+    yield deployment
+    yield service
+
+
+def _router(export: Export) -> Iterator[dict[str, Any]]:
+    """One pod, if servers need a router."""
+    if (router := export.router) is None:
+        return
+    workers = [
+        _worker(export, s, f"http://{s.instance.name}-{s.number}.{s.instance.name}:{export.port}")
+        for s in _apart(export)
+    ]
+    words, labels = router.command(workers), {"app": "router"}
+    probe = {"httpGet": {"path": router.health_path, "port": router.port}}
+    container = {
+        "name": "router",
+        "image": router.image,
+        "command": list(router.program),
+        "args": list(words[len(router.program) :]),
+        "ports": [{"containerPort": router.port}],
+        "readinessProbe": {**probe, "periodSeconds": 5},
+    }
+    yield {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "router", "labels": labels},
+        "spec": {
+            "replicas": 1,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": {"containers": [container]}},
+        },
+    }
+    yield {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "router"},
+        "spec": {"selector": labels, "ports": [{"name": "http", "port": router.port, "targetPort": router.port}]},
+    }
+
+
 def _deployment(export: Export, instance: Instance) -> dict[str, Any]:
     labels = {"app": instance.name}
     probe = {"httpGet": {"path": export.health_path, "port": export.port}}
@@ -170,6 +259,9 @@ def _deployment(export: Export, instance: Instance) -> dict[str, Any]:
     }
     template: dict[str, Any] = {"labels": labels}
     spec: dict[str, Any] = {"containers": [container], "volumes": [_SHARED_MEMORY]}
+    if instance.address_variable:
+        address = {"fieldRef": {"fieldPath": "status.podIP"}}
+        container["env"].append({"name": instance.address_variable, "valueFrom": address})
     if instance.num_gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": instance.num_gpus}}
     elif instance.num_cpus:  # One more for the server.
@@ -269,26 +361,41 @@ class _Server(NamedTuple):
 
     instance: Instance
     name: str
+    number: int
+    """Among those of its instance."""
     host: int
     gpus: tuple[int, ...]
     port: int
+    own_ports: Mapping[str, int]
 
 
 def _placed(export: Export) -> Iterator[_Server]:
     """Every server; those of a host have ports in sequence."""
-    ports: dict[int, int] = {}
+    ports: dict[tuple[int, str], int] = {}
+
+    def taken(host: int, name: str, first: int) -> int:
+        ports[host, name] = ports.get((host, name), first - 1) + 1
+        return ports[host, name]
+
     for instance in export.instances:
         for number, (host, gpus) in enumerate(zip(instance.hosts, instance.gpus, strict=True)):
             name = instance.name if instance.count == 1 else f"{instance.name}-replica-{number}"
-            port = ports.setdefault(host, export.port)
-            ports[host] += 1
-            yield _Server(instance, name, host, gpus, port)
+            own_ports = {other: taken(host, other, first) for other, first in instance.own_ports.items()}
+            port = taken(host, export.port_option, export.port)
+            yield _Server(instance, name, number, host, gpus, port, own_ports)
+
+
+def _apart(export: Export) -> Iterator[_Server]:
+    """Every server, with the first of all ports, as in a container of its own."""
+    return (server._replace(own_ports=server.instance.own_ports) for server in _placed(export))
 
 
 def _on_port(export: Export, server: _Server) -> tuple[str, ...]:
-    words = server.instance.command
-    at = words.index(export.port_option) + 1
-    return (*words[:at], f"{server.port}", *words[at + 1 :])
+    words = list(server.instance.command)
+    for option, port in {export.port_option: server.port, **server.own_ports}.items():
+        if option in words:
+            words[words.index(option) + 1] = f"{port}"
+    return tuple(words)
 
 
 def _head(export: Export) -> list[str]:

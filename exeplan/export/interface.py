@@ -1,6 +1,6 @@
 """What an exporter is: one function that turns a plan into the processes of another engine, and says what is lost."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,6 +27,13 @@ class Instance:
     """Cores that the workers of one server take, where they run on CPUs."""
     num_hosts: int = 1
     """Hosts that the workers of one server are on."""
+    phase: str = ""
+    """`prefill` or `decode` for servers that do nothing else."""
+    own_ports: Mapping[str, int] = field(default_factory=dict)
+    """By option or environment variable a further port, of the first such server of a host: the next one has the
+    next."""
+    address_variable: str = ""
+    """The environment variable with the address at which the other servers reach this one; '' where there is none."""
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -40,6 +47,33 @@ class Instance:
     def num_gpus(self) -> int:
         """Of one server."""
         return len(self.gpus[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """What is in front of servers that only prefill or only decode: a request goes to one of each.
+
+    Both engines' routers take `--prefill URL [PORT]` and `--decode URL` once for each server.
+    """
+
+    program: tuple[str, ...]
+    options: tuple[str, ...]
+    """Without the servers; the port is among them."""
+    version: str
+    image: str
+    package: str
+    """The Python distribution that it is in."""
+    port: int
+    health_path: str
+    bootstrap: str = ""
+    """The option of a prefill server whose port follows its URL; '' where none does."""
+
+    def command(self, workers: Sequence[tuple[str, str, int | None]]) -> tuple[str, ...]:
+        """With the phase, URL and bootstrap port of each server."""
+        words = [*self.program, *self.options]
+        for phase, url, port in workers:
+            words += [f"--{phase}", url, *([] if port is None else [f"{port}"])]
+        return tuple(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +91,8 @@ class Export:
     port_option: str = "--port"
     health_path: str
     instances: tuple[Instance, ...]
+    router: Router | None = None
+    """None where servers need none, or any will do."""
     remarks: tuple[str, ...] = ()
     """What the engine does otherwise than the plan says, and what that means, in sentences."""
     plan_text: str | None = None

@@ -3,12 +3,12 @@ queue may be, and what none of these engines does."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from exeplan.core.cluster import load_cluster
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Placement, ReplicaGroup, Schedule
+from exeplan.core.schedule import Placement, ReplicaGroup, Schedule, servers
 from exeplan.errors import InputError
 from exeplan.export.interface import Instance
 
@@ -31,6 +31,139 @@ def instances_of(plan: Plan, engine: str, program: tuple[str, ...], words: Words
     return tuple(found)
 
 
+def apart(plan: Plan) -> bool:
+    """Whether servers only prefill or only decode."""
+    return any(stage.phase for group in plan.groups for stage in group.placement)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """The equal servers of a group that only prefill, or only decode."""
+
+    phase: str
+    server: Placement
+    """The first of them."""
+    schedule: Schedule
+    count: int
+    """In each replica of the group."""
+    kv_cache_tokens: int | None
+    """Of each server that decodes, which the requests of all have to fit."""
+
+    @property
+    def rows(self) -> int:
+        """Requests that one server decodes at once, or that it prefills in a pass."""
+        if self.phase == "prefill":
+            return self.schedule["prefill_batch"]
+        return math.ceil(self.schedule["decode_batch"] / self.count)
+
+
+def sides_of(
+    plan: Plan, engine: str, program: tuple[str, ...], words: Callable[[Side], tuple[Sequence[str], Mapping[str, str]]]
+) -> tuple[Instance, ...]:
+    """Two for each group of equal replicas: its servers that prefill, and those that decode. The options and the
+    environment of each are its `words`."""
+    found = []
+    for number, group in enumerate(plan.groups):
+        for phase in ("prefill", "decode"):
+            name = f"{engine}-{phase}" if len(plan.groups) == 1 else f"{engine}-{number}-{phase}"
+            found.append(_side(plan, group, phase, name, program, words))
+    return tuple(found)
+
+
+def _side(
+    plan: Plan,
+    group: ReplicaGroup,
+    phase: str,
+    name: str,
+    program: tuple[str, ...],
+    words: Callable[[Side], tuple[Sequence[str], Mapping[str, str]]],
+) -> Instance:
+    numbers = servers(group.placement, phase)
+    side = Side(
+        phase=phase,
+        server=tuple(group.placement[number] for number in numbers[0]),
+        schedule=group.schedule,
+        count=len(numbers),
+        kv_cache_tokens=group.kv_cache_tokens
+        and math.ceil(group.kv_cache_tokens / len(servers(group.placement, "decode"))),
+    )
+    options, environment = words(side)
+    own = [tuple(placement[i] for i in stages) for placement in group.placements for stages in numbers]
+    hosts, gpus = zip(*(placed_on(plan, server) for server in own), strict=True)
+    return Instance(
+        name=name,
+        program=program,
+        options=tuple(options),
+        environment=environment,
+        hosts=hosts,
+        gpus=gpus,
+        phase=phase,
+    )
+
+
+def check_sides(plan: Plan, spec: ModelSpec, engine: str) -> None:
+    """Raises InputError for what the engine's servers of one phase cannot be."""
+    if plan.device == "cpu":
+        raise InputError(f"{engine} hands keys and values over between GPUs, the plan is for a CPU")
+    if not all(any(stage.phase for stage in group.placement) for group in plan.groups):
+        raise InputError(
+            "some of the plan's replicas have servers for each phase and others do not; plan with --arrival-rate or "
+            "--one-pipeline, whose replicas are equal, or with one --policy"
+        )
+    for group in plan.groups:
+        for phase in ("prefill", "decode"):
+            numbers = servers(group.placement, phase)
+            if max(map(len, numbers)) > 1:
+                raise InputError(
+                    f"the plan has {len(numbers[0])} stages in a row that {phase}; exported are servers with all "
+                    f"layers on each: plan with times of {engine}, by --engine"
+                )
+            sharding = group.placement[numbers[0][0]].sharding
+            if sharding.data_parallel_size > 1:
+                raise InputError(f"attention data parallelism is not exported to servers of {engine} that {phase} yet")
+        sizes = [group.placement[servers(group.placement, phase)[0][0]].num_devices for phase in ("prefill", "decode")]
+        if max(sizes) % min(sizes):
+            raise InputError(
+                f"{engine} hands keys and values over between tensor-parallel sizes of which one divides the other, "
+                f"and the plan has {sizes[0]} and {sizes[1]}"
+            )
+
+
+def pass_tokens(side: Side, longest: int, usual: int) -> int:
+    """Tokens of a prefill server's pass: the plan's budget, or what an engine has by default, for the prompts of a
+    batch."""
+    return max(1, min(side.rows * longest, side.schedule.variables.get("prefill_tokens", usual)))
+
+
+def option_value(words: Sequence[str], option: str) -> int:
+    return int(words[words.index(option) + 1])
+
+
+def handover_remarks(plan: Plan, engine: str, tokens: int, holds: str) -> Iterator[str]:
+    """What servers of each phase do otherwise than the plan; `tokens` are the most of a prefill pass, and `holds` says
+    whether the engine holds prefills back."""
+    yield (
+        "keys and values are handed over by NIXL; the plan counts on the links of its cluster, so hosts need RDMA "
+        "devices that the servers may use: over TCP first tokens come later"
+    )
+    if plan.cluster and not placed_together(plan):
+        yield "host-N stands for the address of the plan's host N"
+    yield f"the plan holds prefills back while prefilled requests wait for a place; {holds}"
+    yield f"a prefill pass of {engine} has at most {tokens} tokens"
+    for group in plan.groups:
+        if "adjust_percent" in group.schedule.variables:
+            yield f"the plan adjusts the number of prefills to their work; {engine}'s is only limited"
+        if group.schedule.order != "fcfs":
+            yield f"the plan's queue is in the order {group.schedule.order}; {engine}'s is first come, first served"
+
+
+def placed_together(plan: Plan) -> bool:
+    """Whether all GPUs of a plan are on one host."""
+    each = load_cluster(plan.cluster).gpus_per_node if plan.cluster else math.inf
+    devices = {d for group in plan.groups for one in group.placements for stage in one for d in stage.devices}
+    return max(devices) < each
+
+
 def placed_on(plan: Plan, placement: Placement) -> tuple[int, tuple[int, ...]]:
     """The host and the GPUs of one replica; no GPUs on a CPU.
 
@@ -49,17 +182,17 @@ def placed_on(plan: Plan, placement: Placement) -> tuple[int, tuple[int, ...]]:
     return hosts.pop(), tuple(device % each for device in devices)
 
 
-def check_shape(plan: Plan, spec: ModelSpec, engine: str, policies: Sequence[str]) -> None:
-    """Raises InputError for what the engine cannot run at all."""
+def check_shape(plan: Plan, spec: ModelSpec, engine: str, policies: Sequence[str], *, apart: bool = False) -> None:
+    """Raises InputError for what the engine cannot run at all; `apart`: servers of one phase may be there."""
     if spec.is_encoder_decoder:
         raise InputError(f"{engine} does not serve encoder-decoder models such as {spec.name}")
     again = f"plan again with --policy {' or '.join(policies)}"
     for group in plan.groups:
-        if any(stage.phase for stage in group.placement):
+        if not apart and any(stage.phase for stage in group.placement):
             raise InputError(f"the plan has stages that only prefill, which are not exported to {engine} yet; {again}")
         if group.schedule.policy not in policies:
             raise InputError(f"{engine} cannot schedule as '{group.schedule.policy}' does; {again}")
-        if len({stage.sharding for stage in group.placement}) > 1:
+        if not apart and len({stage.sharding for stage in group.placement}) > 1:
             raise InputError(f"{engine} has one tensor-parallel size for all stages, the plan's stages have several")
 
 
@@ -144,4 +277,8 @@ def common_remarks(plan: Plan, engine: str, cached: str) -> Iterator[str]:
             f"{plan.num_replicas} servers need a router in front of them that sends a request to the one with the "
             f"fewest (the plan's router is {plan.router or 'shortest-queue'})"
         )
-    yield f"{cached} is off, as plans count every prompt token; with it on, plan with uncached prompt lengths"
+    yield cache_remark(cached)
+
+
+def cache_remark(cached: str) -> str:
+    return f"{cached} is off, as plans count every prompt token; with it on, plan with uncached prompt lengths"

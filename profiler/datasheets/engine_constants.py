@@ -30,9 +30,10 @@ and of any model whether it has
 
     disaggregation             servers: some that only prefill and others that only decode, each with all layers
 
-Where it states no such thing, experts and attention are tensor parallel, and servers prefill and decode. `policies` are those it can schedule by, which
-`--policy auto` then keeps to, and `defaults` its schedules without options: the first row that fits a device by the
-beginning of its name and its memory, with the variable that `gives_way` where the KV cache holds fewer requests.
+Where it states no such thing, experts and attention are tensor parallel, and servers prefill and decode. `policies`
+are those it can schedule by, which `--policy auto` then keeps to, and `defaults` its schedules without options: the
+first row that fits a device by the beginning of its name and its memory, with the variable that `gives_way` where the
+KV cache holds fewer requests.
 Not here: an engine's admission of requests, which is a policy's.
 """
 

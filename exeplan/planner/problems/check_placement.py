@@ -1,7 +1,8 @@
 """Whether the placement of a plan from a file is complete and consistent for its model and cluster.
 
-Every phase has all layers, in order, each once, or once in each of several equal servers; every device exists and is in one stage only. Not here: whether the
-memory suffices (`problem.py`), and whether the profile has the tensor-parallel sizes (`simulator/cost.py`).
+Every phase has all layers, in order, each once, or once in each of several equal servers; every device exists and is in
+one stage only. Not here: whether the memory suffices (`problem.py`), and whether the profile has the tensor-parallel
+sizes (`simulator/cost.py`).
 """
 
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ def _check_servers(own: Sequence[Sequence[Stage]], spec: ModelSpec, phase: str) 
         _check_layers([stage.encoder_layers for stage in stages], 0, spec, f"encoder layers on stages that {phase}")
     if len({tuple((stage.layers, stage.sharding) for stage in stages) for stages in own}) > 1:
         raise InputError(
-            f"the {len(own)} servers that {phase} have different shapes; give all of them the same stages, with as many "
+            f"the {len(own)} servers that {phase} have different shapes; give all of them the same stages on as many "
             "devices, or make replicas of them"
         )
 

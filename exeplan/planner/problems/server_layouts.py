@@ -41,6 +41,9 @@ def server_layouts(
     """
     found = []
     for prefill, decode in product(shardings, shardings):
+        sizes = prefill.tensor_parallel_size, decode.tensor_parallel_size
+        if max(sizes) % min(sizes):  # No engine hands over keys and values between such.
+            continue
         for layout in _numbers(cluster.num_gpus, prefill, decode, prefill_gpus):
             times = math.gcd(layout.num_prefill, layout.num_decode)
             if one_pipeline or times == 1 or cluster.num_gpus // times > cluster.gpus_per_node:

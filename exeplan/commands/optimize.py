@@ -197,7 +197,8 @@ def run(args: argparse.Namespace) -> int:
         elif any(needs_other_engine(group.placement) for group in optimum.plan.groups):
             where = "; other engines run this placement, `exeplan serve` does not"
         where = where or f"; run it with `exeplan serve {args.output}`"
-        where += _exported_by(optimum.plan, solution.problem.profile, args.output)
+        profile = solution.problem.profile
+        where += _exported_by(optimum.plan, profile.model, profile.engine, args.output)
         print(f"\nplan written to {args.output}{where}")
     return 0
 
@@ -220,14 +221,13 @@ def _kept_to(policy: str, profile: "Profile") -> list[str]:
     return [f"searched what {engine} schedules by: {', '.join(names)}; --policy NAME takes another"] if names else []
 
 
-def _exported_by(plan: "Plan", profile: "Profile", file: Path) -> str:
-    """How the engine of the profile is started with the plan, or why it is not."""
+def _exported_by(plan: "Plan", model: "ModelSpec", engine: str, file: Path) -> str:
+    """How the engine of a profile is started with the plan, or why it is not."""
     from exeplan.export import exporter_names, refused
 
-    engine = profile.engine
     if engine not in exporter_names():
         return ""
-    if why := refused(plan, profile.model, engine):
+    if why := refused(plan, model, engine):
         return f"; not for {engine}: {why}"
     return f"; for {engine}: `exeplan export {file} --to {engine}`"
 

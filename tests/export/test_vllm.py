@@ -248,7 +248,7 @@ APART = tuple(Stage(devices=(n,), layers=(0, 80), phase=phase) for n, phase in e
             {"placement": (Stage(devices=(0, 1), layers=(0, 40)), Stage(devices=(2,), layers=(40, 80)))},
             "one tensor-parallel size for all stages",
         ),
-        ({"placement": APART}, "stages that only prefill"),
+        ({"placement": APART}, "vLLM cannot schedule as 'chunked' does; plan again with --policy waa-c or waa-m"),
         ({"placement": (Stage(devices=tuple(range(4, 12)), layers=(0, 80)),)}, "pipeline is on 2 hosts"),
     ],
 )  # fmt: skip

@@ -135,7 +135,8 @@ def parsed(engine: str, python: str) -> Iterator[dict[str, Any]]:
             continue
         for instance in found.instances:
             of = f"{name}, {instance.phase}" if instance.phase else name
-            lines[of] = [*_BEFORE.get(engine, ()), *instance.options]
+            joined = instance.join.words(hosts="2", rank="1", leader="10.0.0.1") if instance.join else ()
+            lines[of] = [*_BEFORE.get(engine, ()), *instance.options, *joined]
     done = subprocess.run(
         [python, "-c", _ENGINES[engine] + _PARSE],
         input=json.dumps([*lines.values()]),
@@ -188,6 +189,8 @@ def plans() -> Iterator[tuple[str, Plan]]:
     yield "rra", replace(base, schedule=Schedule("rra", rra))
     halves = (Stage(devices=(0, 1, 2, 3), layers=(0, 41)), Stage(devices=(4, 5, 6, 7), layers=(41, 80)))
     yield "two stages", replace(base, placement=halves)
+    hosts = (Stage(devices=tuple(range(8)), layers=(0, 40)), Stage(devices=tuple(range(8, 16)), layers=(40, 80)))
+    yield "two hosts", replace(base, placement=hosts, replicas=(0, 16))
     yield "two replicas", replace(base, placement=(replace(stage, devices=(0, 1, 2, 3)),), replicas=(0, 4))
     yield "fp8", replace(base, dtype="fp8")
     yield "a cache in fp8", replace(base, kv_dtype="fp8")

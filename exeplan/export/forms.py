@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from exeplan import plain_yaml
 from exeplan.errors import InputError
-from exeplan.export.interface import PLAN_PATH, Export, Instance
+from exeplan.export.interface import PLAN_PATH, Export, Instance, Join
 from exeplan.export.kuberay import as_ray_job
 
 _RAY = "2.60"
@@ -21,6 +21,8 @@ _SHARED_MEMORY = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "siz
 _MEMORY_MOUNT = {"name": "shared-memory", "mountPath": "/dev/shm"}
 _PLAN_VOLUME = {"name": "plan", "configMap": {"name": "exeplan-plan"}}
 _PLAN_MOUNT = {"name": "plan", "mountPath": str(PurePosixPath(PLAN_PATH).parent)}
+_LEADERS = "leaderworkerset.sigs.k8s.io/name"
+_OF_LEADERS = ("ports", "readinessProbe", "startupProbe")
 _SECRET = {"secretKeyRef": {"name": "exeplan", "key": "api-key", "optional": True}}
 
 
@@ -28,11 +30,14 @@ def as_command(export: Export) -> str:
     """A shell script for each host; several servers of a host run in the background, on ports in sequence."""
     _check_takes_no_file(export)
     lines, placed = [f"# {line}" for line in _head(export)], list(_placed(export))
-    hosts = sorted({server.host for server in placed})
+    hosts = sorted({host for server in placed for host in server.hosts})
     for host in hosts:
-        own = [server for server in placed if server.host == host]
+        own = [server for server in placed if host in server.hosts]
         lines += [f"# on host {host}"] if export.num_hosts > 1 else []
-        commands = [[*_assignments(export, server), *_quoted(_on_port(export, server))] for server in own]
+        commands = [
+            [*_assignments(export, server), *_quoted((*_on_port(export, server), *_joined(export, server, host)))]
+            for server in own
+        ]
         if export.router and host == hosts[0]:
             workers = [_worker(export, s, f"http://{_address(export, s)}:{s.port}") for s in placed]
             commands.append(_quoted(export.router.command(workers)))
@@ -69,6 +74,14 @@ def _environment(server: "_Server") -> dict[str, str]:
     """With the ports that are this server's own."""
     ports = {name: f"{port}" for name, port in server.own_ports.items() if not name.startswith("--")}
     return {**server.instance.environment, **ports}
+
+
+def _joined(export: Export, server: "_Server", host: int) -> tuple[str, ...]:
+    """What a process of a server on several hosts is told of the others."""
+    if (join := server.instance.join) is None:
+        return ()
+    leader = _address(export, server)
+    return join.words(hosts=f"{len(server.hosts)}", rank=f"{server.hosts.index(host)}", leader=leader)
 
 
 def _address(export: Export, server: "_Server") -> str:
@@ -198,6 +211,13 @@ def _served(export: Export, instance: Instance) -> Iterator[dict[str, Any]]:
     """What runs the servers of an instance, and what has their name. Servers of one phase have a name each, by which
     the router knows them, and others are found by those that they hand over to."""
     deployment, service = _deployment(export, instance), _service(export, instance)
+    if instance.join:
+        yield _leader_worker_set(instance, instance.join, deployment)
+        if not instance.phase:  # Its controller makes one without an address, with the set's own name.
+            service["metadata"]["name"] = f"{instance.name}-leader"
+            service["spec"]["selector"] = {_LEADERS: instance.name, "role": "leader"}
+            yield service
+        return
     if instance.phase:
         deployment["kind"] = "StatefulSet"
         deployment["spec"] |= {"serviceName": instance.name, "podManagementPolicy": "Parallel"}
@@ -205,6 +225,40 @@ def _served(export: Export, instance: Instance) -> Iterator[dict[str, Any]]:
         service["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}
     yield deployment
     yield service
+
+
+def _leader_worker_set(instance: Instance, join: Join, deployment: Mapping[str, Any]) -> dict[str, Any]:
+    """A pod for each host of a server, of which the first is asked.
+
+    Source: kubernetes-sigs/lws v0.9.0, its CRD and `docs/examples`.
+    """
+    pod = deployment["spec"]["template"]["spec"]
+
+    def template(rank: str) -> dict[str, Any]:
+        [container] = pod["containers"]
+        words = join.words(hosts="$(LWS_GROUP_SIZE)", rank=rank, leader="$(LWS_LEADER_ADDRESS)")
+        found = {**container, "args": [*container["args"], *words]}
+        if rank != "0":  # It listens for no requests.
+            found = {name: value for name, value in found.items() if name not in _OF_LEADERS}
+        return {
+            "metadata": {"labels": {"role": "leader" if rank == "0" else "worker"}},
+            "spec": {**pod, "containers": [found]},
+        }
+
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": {"name": instance.name},
+        "spec": {
+            "replicas": instance.count,
+            "leaderWorkerTemplate": {
+                "size": instance.num_hosts,
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": template("0"),
+                "workerTemplate": template("$(LWS_WORKER_INDEX)"),
+            },
+        },
+    }
 
 
 def _router(export: Export) -> Iterator[dict[str, Any]]:
@@ -367,6 +421,10 @@ class _Server(NamedTuple):
     gpus: tuple[int, ...]
     port: int
     own_ports: Mapping[str, int]
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        return tuple(range(self.host, self.host + self.instance.num_hosts))
 
 
 def _placed(export: Export) -> Iterator[_Server]:

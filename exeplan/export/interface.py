@@ -11,8 +11,23 @@ PLAN_PATH = "/etc/exeplan/plan.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """How the processes of one server, one on each of its hosts, find each other."""
+
+    options: tuple[str, ...]
+    """With `{hosts}`, their number, `{rank}`, which one it is, and `{leader}`, the address of the first."""
+    followers: tuple[str, ...] = ()
+    """Of all but the first."""
+
+    def words(self, *, hosts: str, rank: str, leader: str) -> tuple[str, ...]:
+        """Of the process with this rank, `0` of the first."""
+        joined = tuple(word.format(hosts=hosts, rank=rank, leader=leader) for word in self.options)
+        return joined if rank == "0" else (*joined, *self.followers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """Equal servers of the engine, each within one host."""
+    """Equal servers of the engine."""
 
     name: str
     program: tuple[str, ...]
@@ -20,13 +35,15 @@ class Instance:
     """The words that follow; the port is among them."""
     environment: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[int, ...]
-    """Of each server its host."""
+    """Of each server its host, or the first of them."""
     gpus: tuple[tuple[int, ...], ...]
-    """Of each server its GPUs, by the host's numbers; none on a CPU."""
+    """Of each server its GPUs, by the host's numbers; none on a CPU. Of several hosts those on each of them."""
     num_cpus: int = 0
     """Cores that the workers of one server take, where they run on CPUs."""
     num_hosts: int = 1
-    """Hosts that the workers of one server are on."""
+    """Hosts that the workers of one server are on, in a row."""
+    join: Join | None = None
+    """Where a server is started on each of its hosts; None where it is within one, or starts its workers itself."""
     phase: str = ""
     """`prefill` or `decode` for servers that do nothing else."""
     own_ports: Mapping[str, int] = field(default_factory=dict)
@@ -45,7 +62,7 @@ class Instance:
 
     @property
     def num_gpus(self) -> int:
-        """Of one server."""
+        """Of one server, on each of its hosts."""
         return len(self.gpus[0])
 
 
@@ -105,7 +122,7 @@ class Export:
 
     @property
     def num_hosts(self) -> int:
-        return len({host for instance in self.instances for host in instance.hosts})
+        return len({host + n for one in self.instances for host in one.hosts for n in range(one.num_hosts)})
 
 
 class Exporter(Protocol):

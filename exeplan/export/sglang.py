@@ -10,6 +10,7 @@ Source: `sglang/srt/arg_groups/fields`, `sglang/srt/managers/scheduler.py` and `
     max_num_batched_tokens            rra: --max-prefill-tokens; chunked: --chunked-prefill-size, of prompts alone
     chunked: prompts beside decodes   --enable-mixed-chunk
     stages, their layers              --pp-size, SGLANG_PP_LAYER_PARTITION
+    a pipeline on several hosts       --nnodes, --node-rank, --dist-init-addr
     data_parallel_size                --attn-dp-size, of a tensor-parallel group of all devices
     kv_cache_tokens                   --max-total-tokens
     bound on latency                  --max-queued-requests: who would wait longer is told 503
@@ -27,7 +28,7 @@ from typing import Any
 from exeplan.core.model import FP8, ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, ReplicaGroup, Schedule, servers
-from exeplan.export.interface import Export, Router
+from exeplan.export.interface import Export, Join, Router
 from exeplan.export.shape import (
     Side,
     apart,
@@ -59,6 +60,7 @@ _PORT = 30000
 _UTILIZATION = 0.9
 _WHOLE = "-1"
 """Of the size of a chunk: prompts are not cut."""
+_JOIN = Join(options=("--nnodes", "{hosts}", "--node-rank", "{rank}", "--dist-init-addr", "{leader}:20000"))
 _HOLDS = "SGLang holds them back only where a decode server has no room"
 _SERVING = ("--disable-radix-cache", "--host", "0.0.0.0", "--port", f"{_PORT}")
 """By its default SGLang is reached from its own host, or container, alone."""
@@ -93,7 +95,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
 
     return Export(
         **_COMMON,
-        instances=instances_of(plan, "sglang", _PROGRAM, words),
+        instances=instances_of(plan, "sglang", _PROGRAM, words, _JOIN),
         remarks=tuple(dict.fromkeys(_remarks(plan))),
         as_run=with_schedules(plan, _own_schedule),
     )
@@ -119,7 +121,7 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
             options += ["--max-total-tokens", f"{side.kv_cache_tokens}"] if side.kv_cache_tokens else []
         return ["--model-path", model, *options, *_SERVING], {}
 
-    instances = sides_of(plan, "sglang", _PROGRAM, words)
+    instances = sides_of(plan, "sglang", _PROGRAM, words, _JOIN)
     limit = in_flight_limit(plan)
     queue = ["--max-concurrent-requests", f"{limit * plan.num_replicas}", "--queue-size", "0"] if limit else []
     tokens = max(option_value(one.options, "--max-prefill-tokens") for one in instances if one.phase == "prefill")

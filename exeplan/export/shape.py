@@ -10,25 +10,39 @@ from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, ReplicaGroup, Schedule, servers
 from exeplan.errors import InputError
-from exeplan.export.interface import Instance
+from exeplan.export.interface import Instance, Join
 
 Words = Callable[[ReplicaGroup], tuple[Sequence[str], Mapping[str, str]]]
 """The options and the environment of a group's servers."""
 
 
-def instances_of(plan: Plan, engine: str, program: tuple[str, ...], words: Words) -> tuple[Instance, ...]:
-    """One for each group of equal replicas. Raises InputError for a pipeline on several hosts."""
+def instances_of(
+    plan: Plan, engine: str, program: tuple[str, ...], words: Words, join: Join | None = None
+) -> tuple[Instance, ...]:
+    """One for each group of equal replicas. Raises InputError for a pipeline on several hosts without a way to `join`
+    them."""
     names = [engine] if len(plan.groups) == 1 else [f"{engine}-{number}" for number in range(len(plan.groups))]
     found = []
     for group, name in zip(plan.groups, names, strict=True):
         options, environment = words(group)
-        hosts, gpus = zip(*(placed_on(plan, placement) for placement in group.placements), strict=True)
-        found.append(
-            Instance(
-                name=name, program=program, options=tuple(options), environment=environment, hosts=hosts, gpus=gpus
-            )
+        instance = Instance(
+            name=name, program=program, options=tuple(options), environment=environment, hosts=(), gpus=()
         )
+        found.append(_where(plan, instance, engine, group.placements, join))
     return tuple(found)
+
+
+def _where(plan: Plan, instance: Instance, engine: str, placements: Sequence[Placement], join: Join | None) -> Instance:
+    """The instance with servers on these placements."""
+    placed = [placed_on(plan, one, engine=engine, joins=join is not None) for one in placements]
+    num_hosts = placed[0].num_hosts
+    return replace(
+        instance,
+        hosts=tuple(one.host for one in placed),
+        gpus=tuple(one.gpus for one in placed),
+        num_hosts=num_hosts,
+        join=join if num_hosts > 1 else None,
+    )
 
 
 def apart(plan: Plan) -> bool:
@@ -57,27 +71,24 @@ class Side:
         return math.ceil(self.schedule["decode_batch"] / self.count)
 
 
-def sides_of(
-    plan: Plan, engine: str, program: tuple[str, ...], words: Callable[[Side], tuple[Sequence[str], Mapping[str, str]]]
-) -> tuple[Instance, ...]:
-    """Two for each group of equal replicas: its servers that prefill, and those that decode. The options and the
-    environment of each are its `words`."""
+SideWords = Callable[[Side], tuple[Sequence[str], Mapping[str, str]]]
+"""The options and the environment of its servers."""
+
+
+def sides_of(plan: Plan, engine: str, program: tuple[str, ...], words: SideWords, join: Join) -> tuple[Instance, ...]:
+    """Two for each group of equal replicas: its servers that prefill, and those that decode."""
     found = []
     for number, group in enumerate(plan.groups):
         for phase in ("prefill", "decode"):
             name = f"{engine}-{phase}" if len(plan.groups) == 1 else f"{engine}-{number}-{phase}"
-            found.append(_side(plan, group, phase, name, program, words))
+            instance, placements = _side(group, phase, name, program, words)
+            found.append(_where(plan, instance, engine, placements, join))
     return tuple(found)
 
 
 def _side(
-    plan: Plan,
-    group: ReplicaGroup,
-    phase: str,
-    name: str,
-    program: tuple[str, ...],
-    words: Callable[[Side], tuple[Sequence[str], Mapping[str, str]]],
-) -> Instance:
+    group: ReplicaGroup, phase: str, name: str, program: tuple[str, ...], words: SideWords
+) -> tuple[Instance, list[Placement]]:
     numbers = servers(group.placement, phase)
     side = Side(
         phase=phase,
@@ -89,16 +100,16 @@ def _side(
     )
     options, environment = words(side)
     own = [tuple(placement[i] for i in stages) for placement in group.placements for stages in numbers]
-    hosts, gpus = zip(*(placed_on(plan, server) for server in own), strict=True)
-    return Instance(
+    instance = Instance(
         name=name,
         program=program,
         options=tuple(options),
         environment=environment,
-        hosts=hosts,
-        gpus=gpus,
+        hosts=(),
+        gpus=(),
         phase=phase,
     )
+    return instance, own
 
 
 def check_sides(plan: Plan, spec: ModelSpec, engine: str) -> None:
@@ -161,25 +172,43 @@ def placed_together(plan: Plan) -> bool:
     """Whether all GPUs of a plan are on one host."""
     each = load_cluster(plan.cluster).gpus_per_node if plan.cluster else math.inf
     devices = {d for group in plan.groups for one in group.placements for stage in one for d in stage.devices}
-    return max(devices) < each
+    return len({device // each for device in devices}) == 1
 
 
-def placed_on(plan: Plan, placement: Placement) -> tuple[int, tuple[int, ...]]:
-    """The host and the GPUs of one replica; no GPUs on a CPU.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where one server is."""
 
-    Raises InputError for a pipeline that is on several hosts, whose parts would have to find each other.
+    host: int
+    """The first of its hosts, which are in a row."""
+    num_hosts: int
+    gpus: tuple[int, ...]
+    """On each of them, by its own numbers; none on a CPU."""
+
+
+def placed_on(plan: Plan, placement: Placement, *, engine: str, joins: bool) -> Placed:
+    """Where a replica is.
+
+    Raises InputError for one on several hosts where no server of the engine `joins` others, or where the hosts have
+    unequal parts of it.
     """
     if plan.device == "cpu":
-        return 0, ()
-    devices = sorted(device for stage in placement for device in stage.devices)
-    each = load_cluster(plan.cluster).gpus_per_node if plan.cluster else devices[-1] + 1
-    hosts = {device // each for device in devices}
-    if len(hosts) > 1:
+        return Placed(host=0, num_hosts=1, gpus=())
+    devices = [device for stage in placement for device in stage.devices]
+    each = load_cluster(plan.cluster).gpus_per_node if plan.cluster else max(devices) + 1
+    hosts = sorted({device // each for device in devices})
+    if len(hosts) > 1 and not joins:
         raise InputError(
-            f"the plan's pipeline is on {len(hosts)} hosts; exported are servers within one: plan with as many GPUs as "
-            f"a host has ({each}), which are replicas on more hosts"
+            f"the plan's pipeline is on {len(hosts)} hosts; exported to {engine} are servers within one: plan with as "
+            f"many GPUs as a host has ({each}), which are replicas on more hosts"
         )
-    return hosts.pop(), tuple(device % each for device in devices)
+    own = {host: tuple(sorted(device % each for device in devices if device // each == host)) for host in hosts}
+    if len(hosts) > 1 and (devices != sorted(devices) or len(set(own.values())) > 1):
+        raise InputError(
+            f"the plan's pipeline has unequal parts on its {len(hosts)} hosts; {engine} counts GPUs host by host, so "
+            "that each must have as many, in the order of the stages"
+        )
+    return Placed(host=hosts[0], num_hosts=len(hosts), gpus=own[hosts[0]])
 
 
 def check_shape(plan: Plan, spec: ModelSpec, engine: str, policies: Sequence[str], *, apart: bool = False) -> None:
@@ -277,7 +306,14 @@ def common_remarks(plan: Plan, engine: str, cached: str) -> Iterator[str]:
             f"{plan.num_replicas} servers need a router in front of them that sends a request to the one with the "
             f"fewest (the plan's router is {plan.router or 'shortest-queue'})"
         )
+    if not placed_together(plan) and plan.device != "cpu":
+        yield from _hosts_remarks(plan)
     yield cache_remark(cached)
+
+
+def _hosts_remarks(plan: Plan) -> Iterator[str]:
+    if any(placed_on(plan, one, engine="", joins=True).num_hosts > 1 for g in plan.groups for one in g.placements):
+        yield "host-N stands for the address of the plan's host N, whose processes are one server"
 
 
 def cache_remark(cached: str) -> str:

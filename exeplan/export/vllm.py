@@ -11,6 +11,7 @@ Source: `vllm/engine/arg_utils.py`, `vllm/config/scheduler.py`, `vllm/distribute
     rra, all of it, with the plug-in  --scheduler-cls exeplan.vllm_plugin.scheduler.RraScheduler
     stages, their layers              --pipeline-parallel-size, VLLM_PP_LAYER_PARTITION
     replicas                          a server each, behind a router
+    a pipeline on several hosts       --nnodes, --node-rank, --master-addr; --headless on all but the first
     expert_parallel_size              --enable-expert-parallel
     bound on latency                  --max-num-queued-reqs: who would wait longer is told 503
     waa-c, waa-m: servers of a phase  --kv-transfer-config with NixlConnector (`nixl/connector.py`), behind vllm-router
@@ -29,7 +30,7 @@ from exeplan.core.model import FP8, ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, ReplicaGroup, Schedule, servers
 from exeplan.errors import InputError
-from exeplan.export.interface import Export, Router
+from exeplan.export.interface import Export, Join, Router
 from exeplan.export.shape import (
     Side,
     apart,
@@ -56,6 +57,9 @@ _APART = ("waa-c", "waa-m")
 _SIDE_CHANNEL, _SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_NIXL_SIDE_CHANNEL_HOST"
 _SIDE_CHANNEL_PORT, _SERVER_PORT = 5600, 8100
 _ROUTER_IMAGE = "vllm-router:0.1.17"
+_JOIN = Join(
+    options=("--nnodes", "{hosts}", "--node-rank", "{rank}", "--master-addr", "{leader}"), followers=("--headless",)
+)
 _HOLDS = "vLLM never does, and a prefill server gives up what is not taken over in 30 s"
 _DECODE_TOKENS = 2048
 """Of a pass of a server that only decodes, at least: vLLM's least default."""
@@ -111,7 +115,7 @@ def _exported(plan: Plan, spec: ModelSpec, model: str, *, plug_in: Path | None) 
         package="vllm",
         port=_PORT,
         health_path="/health",
-        instances=instances_of(plan, "vllm", ("vllm", "serve"), words),
+        instances=instances_of(plan, "vllm", ("vllm", "serve"), words, _JOIN),
         remarks=tuple(dict.fromkeys(_remarks(plan, plug_in=plug_in is not None))),
         as_run=None if plug_in else _as_run(plan),
     )
@@ -132,7 +136,7 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
         options += ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
         return [model, *options, "--no-enable-prefix-caching", "--port", f"{_SERVER_PORT}"], {}
 
-    instances = sides_of(plan, "vllm", ("vllm", "serve"), words)
+    instances = sides_of(plan, "vllm", ("vllm", "serve"), words, _JOIN)
     limit = in_flight_limit(plan)
     queue = ["--max-concurrent-requests", f"{limit * plan.num_replicas}", "--queue-size", "0"] if limit else []
     tokens = max(option_value(one.options, "--max-num-batched-tokens") for one in instances if one.phase == "prefill")

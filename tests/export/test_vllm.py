@@ -249,7 +249,7 @@ APART = tuple(Stage(devices=(n,), layers=(0, 80), phase=phase) for n, phase in e
             "one tensor-parallel size for all stages",
         ),
         ({"placement": APART}, "vLLM cannot schedule as 'chunked' does; plan again with --policy waa-c or waa-m"),
-        ({"placement": (Stage(devices=tuple(range(4, 12)), layers=(0, 80)),)}, "pipeline is on 2 hosts"),
+        ({"placement": (Stage(devices=tuple(range(4, 12)), layers=(0, 80)),)}, "unequal parts on its 2 hosts"),
     ],
 )  # fmt: skip
 def test_what_vllm_cannot_run_is_refused(changes: dict[str, object], message: str) -> None:

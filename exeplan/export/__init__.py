@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from exeplan.core.plan import Plan
     from exeplan.export.interface import Export, Exporter
 
-FORM_NAMES = ("command", "compose", "kubernetes", "ray-serve", "kuberay")
+FORM_NAMES = ("command", "compose", "kubernetes", "ray-serve", "kuberay", "dynamo")
 """Of `forms.FORMS`, which loads more than a help text needs."""
 
-_OTHERS = ("forms", "interface", "kuberay", "shape")
+_OTHERS = ("dynamo", "forms", "interface", "kuberay", "shape")
 
 
 def exporter_names() -> tuple[str, ...]:

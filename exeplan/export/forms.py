@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from exeplan import plain_yaml
 from exeplan.errors import InputError
+from exeplan.export.dynamo import as_graph, graph_remarks
 from exeplan.export.interface import PLAN_PATH, Export, Instance, Join
 from exeplan.export.kuberay import as_ray_job
 
@@ -165,6 +166,20 @@ def as_kuberay(export: Export) -> str:
         workers=({"volumes": [_SHARED_MEMORY]}, workers),
     )
     return _commented(export) + "---\n".join([_config_map(export), plain_yaml.dump(job)])
+
+
+def form_remarks(export: Export, form: str) -> list[str]:
+    """What a form has to be said of, beside the remarks of the export."""
+    if form == "dynamo":
+        return list(graph_remarks(export))
+    return [export.router.remark] if export.router and export.router.remark else []
+
+
+def as_dynamo(export: Export) -> str:
+    """A DynamoGraphDeployment of the engine's workers."""
+    graph = as_graph(export)
+    comments = "".join(f"# {line}\n" for line in (*export.remarks, *form_remarks(export, "dynamo")))
+    return comments + plain_yaml.dump(graph)
 
 
 def _check_takes_no_file(export: Export) -> None:
@@ -457,7 +472,8 @@ def _on_port(export: Export, server: _Server) -> tuple[str, ...]:
 
 
 def _head(export: Export) -> list[str]:
-    return [f"{export.engine} {' to '.join(dict.fromkeys(export.versions))}", *export.remarks]
+    versions = " to ".join(dict.fromkeys(export.versions))
+    return [f"{export.engine} {versions}", *export.remarks, *form_remarks(export, "")]
 
 
 def _commented(export: Export) -> str:
@@ -470,5 +486,6 @@ FORMS: Mapping[str, Callable[[Export], str]] = {
     "kubernetes": as_kubernetes,
     "ray-serve": as_ray_serve,
     "kuberay": as_kuberay,
+    "dynamo": as_dynamo,
 }
 """By the name that `--as` takes."""

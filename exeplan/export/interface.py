@@ -84,6 +84,8 @@ class Router:
     health_path: str
     bootstrap: str = ""
     """The option of a prefill server whose port follows its URL; '' where none does."""
+    remark: str = ""
+    """What has to be done for it, as a sentence; '' for nothing."""
 
     def command(self, workers: Sequence[tuple[str, str, int | None]]) -> tuple[str, ...]:
         """With the phase, URL and bootstrap port of each server."""

@@ -164,11 +164,12 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
             image=_ROUTER_IMAGE,
             package="vllm-router",
             port=_PORT,
+            remark=f"the image {_ROUTER_IMAGE} is one that you build, with the package vllm-router 0.1.17",
             health_path="/health",
         ),
         remarks=(
             *handover_remarks(plan, "vLLM", tokens, _HOLDS),
-            f"vLLM needs the package nixl; the image {_ROUTER_IMAGE} is one that you build, with vllm-router 0.1.17",
+            "vLLM needs the package nixl beside it",
             cache_remark("prefix caching"),
         ),
         as_run=with_schedules(plan, _own_schedule),

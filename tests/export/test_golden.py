@@ -30,7 +30,7 @@ OF_ENGINE = {
     "lightllm": "rra",
 }
 APART = ("vllm", "sglang")
-ONLY = {"ray-serve": ("vllm",), "kuberay": ("exeplan",)}
+ONLY = {"ray-serve": ("vllm",), "kuberay": ("exeplan",), "dynamo": ("vllm", "sglang")}
 PLANS = dict(plans())
 KUBERNETES = "1.34"
 
@@ -69,7 +69,7 @@ def test_pipelines_on_two_hosts_are_as_they_were(engine: str, form: str) -> None
 
 
 @pytest.mark.parametrize("engine", APART)
-@pytest.mark.parametrize("form", ["command", "compose", "kubernetes"])
+@pytest.mark.parametrize("form", ["command", "compose", "kubernetes", "dynamo"])
 def test_servers_of_one_phase_are_as_they_were(engine: str, form: str) -> None:
     text, path = FORMS[form](exported(engine, PLANS["2P3D"])), GOLDEN / f"{engine}-2p3d.{form}"
     if os.environ.get("EXEPLAN_WRITE_GOLDEN"):

@@ -2,8 +2,9 @@
 # keys and values are handed over by NIXL; the plan counts on the links of its cluster, so hosts need RDMA devices that the servers may use: over TCP first tokens come later
 # the plan holds prefills back while prefilled requests wait for a place; vLLM never does, and a prefill server gives up what is not taken over in 30 s
 # a prefill pass of vLLM has at most 16384 tokens
-# vLLM needs the package nixl; the image vllm-router:0.1.17 is one that you build, with vllm-router 0.1.17
+# vLLM needs the package nixl beside it
 # prefix caching is off, as plans count every prompt token; with it on, plan with uncached prompt lengths
+# the image vllm-router:0.1.17 is one that you build, with the package vllm-router 0.1.17
 CUDA_VISIBLE_DEVICES=0 VLLM_NIXL_SIDE_CHANNEL_PORT=5600 vllm serve organisation/name \
     --dtype bfloat16 \
     --tensor-parallel-size 1 \

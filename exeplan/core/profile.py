@@ -161,6 +161,9 @@ class Profile:
     """Whole steps of the engine over the sum of their parts, both measured in the same minutes; scales predictions."""
     prefill_calibration: float = 1.0
     """The same of what prefills add to their passes, over that; 1 where the steps do not show that they differ."""
+    kept_rows_calibration: float | None = None
+    """`calibration` of passes that decode the same rows until all are done, finished ones too; None where it is the
+    same."""
     pass_seconds: float = 0.0
     """What a step takes beside its parts, whatever it computes, before `calibration`; 0 where the steps show none."""
     calibration_error: float = 0.0
@@ -217,6 +220,7 @@ class Profile:
         body += [self.kv_dtype] if self.kv_dtype else []
         body += [self.layer_weight_bytes] if self.layer_weight_bytes else []
         body += [self.prefill_calibration] if self.prefill_calibration != 1.0 else []
+        body += [f"{self.kept_rows_calibration} of kept rows"] if self.kept_rows_calibration else []
         body += [f"{self.pass_seconds} a pass"] if self.pass_seconds else []
         body += [asdict(self.correction)] if self.correction else []
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
@@ -225,6 +229,7 @@ class Profile:
 _OPTIONAL = (
     "layer_weight_bytes",
     "prefill_calibration",
+    "kept_rows_calibration",
     "pass_seconds",
     "calibration_error",
     "speed_spread",
@@ -313,6 +318,7 @@ def _check_values(profile: Profile, path: Path) -> None:
         **{name: getattr(device, name) for name in ("memory_bytes", "copy_bytes_per_second", "flops_per_second")},
         "num_threads": device.num_threads,
         **({} if profile.layer_weight_bytes is None else {"layer_weight_bytes": profile.layer_weight_bytes}),
+        **({} if profile.kept_rows_calibration is None else {"kept_rows_calibration": profile.kept_rows_calibration}),
     }
     for name, value in positive.items():
         if not _is_positive(value):

@@ -168,6 +168,8 @@ class Profile:
     """What a step takes beside its parts, whatever it computes, before `calibration`; 0 where the steps show none."""
     calibration_error: float = 0.0
     """The standard error of `calibration`, relative."""
+    kept_rows_error: float = 0.0
+    """That of `kept_rows_calibration`."""
     reference_passes: tuple[ReferencePass, ...] = field(default=(), repr=False)
     """What the machine's speed is told by; () where it was not watched."""
     speed_spread: float = 0.0
@@ -190,6 +192,10 @@ class Profile:
         """The serving engine whose times these are; '' of kernels alone and of exeplan's own engine."""
         before, _, name = self.source.rpartition(" with ")
         return name if before else ""
+
+    def error_of(self, *, keeps_finished_rows: bool) -> float:
+        """The standard error of whole steps over their parts, relative, for a policy that keeps its rows or not."""
+        return self.kept_rows_error if keeps_finished_rows and self.kept_rows_calibration else self.calibration_error
 
     @property
     def cache_dtype(self) -> str:
@@ -232,6 +238,7 @@ _OPTIONAL = (
     "kept_rows_calibration",
     "pass_seconds",
     "calibration_error",
+    "kept_rows_error",
     "speed_spread",
     "routing",
 )
@@ -356,7 +363,7 @@ def _check_reference_passes(profile: Profile, path: Path) -> None:
             raise InputError(f"{path}: reference pass {index} has seconds {one.seconds!r}, not a positive number")
         if isinstance(one.error, bool) or not isinstance(one.error, int | float) or not one.error >= 0:
             raise InputError(f"{path}: reference pass {index} has the error {one.error!r}, not a number of at least 0")
-    for name in ("speed_spread", "calibration_error", "pass_seconds"):
+    for name in ("speed_spread", "calibration_error", "kept_rows_error", "pass_seconds"):
         value = getattr(profile, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
             raise InputError(f"{path}: {name} must be a number of at least 0, found {value!r}")

@@ -106,6 +106,8 @@ class Calibration:
     """The standard error of the factor, relative."""
     kept_rows_factor: float | None = None
     """`factor` of batches that keep their rows; None without bursts of them, where it is the same."""
+    kept_rows_error: float = 0.0
+    """Its standard error, relative: of a single burst that of the other ones alone, as if it were one of them."""
 
 
 def calibrate(
@@ -129,16 +131,24 @@ def calibrate(
     found = [times.with_pass_seconds(pass_seconds) for times in found]
     prefill_factor = _prefill_factor(found)
     logs = np.log([times.ratio(prefill_factor) for times in found])
-    error = MEDIAN_ERROR * float(logs.std(ddof=1)) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
     kept_times = [_burst_times(steps, speed, models).with_pass_seconds(pass_seconds) for steps in kept if steps]
     kept_logs = np.log([times.ratio(prefill_factor) for times in kept_times])
     return Calibration(
         factor=math.exp(np.median(logs)),
         prefill_factor=prefill_factor,
         pass_seconds=pass_seconds,
-        error=error,
+        error=_median_error(logs),
         kept_rows_factor=math.exp(np.median(kept_logs)) if kept_times else None,
+        kept_rows_error=_median_error(kept_logs, like=logs),
     )
+
+
+def _median_error(logs: Floats, like: Floats | None = None) -> float:
+    """The standard error of their median; of a single one by the spread of those that it is like."""
+    spread = logs if len(logs) > 1 or like is None else like
+    if not len(logs) or len(spread) < 2:
+        return 0.0
+    return MEDIAN_ERROR * float(spread.std(ddof=1)) / math.sqrt(len(logs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -247,6 +247,7 @@ class Campaign:
                 kept_rows_calibration=None if found.kept_rows_factor is None else round(found.kept_rows_factor, 4),
                 pass_seconds=float(f"{found.pass_seconds:.4g}"),
                 calibration_error=round(found.error, 4),
+                kept_rows_error=round(found.kept_rows_error, 4),
             )
         save_profile(profile, self.output)
         return profile
@@ -267,7 +268,7 @@ class Campaign:
             f"whole steps take {profile.calibration:.3f} times the sum of their parts "
             f"(+-{profile.calibration_error:.1%})"
             + (f", prefills {profile.prefill_calibration:.3f} times" if profile.prefill_calibration != 1 else "")
-            + (f", batches that keep their rows {kept:.3f} times" if kept else "")
+            + (f", batches that keep their rows {kept:.3f} times (+-{profile.kept_rows_error:.1%})" if kept else "")
             + (f", and {1e3 * profile.pass_seconds:.2f} ms a pass before that" if profile.pass_seconds else "")
         )
         if self.speed and self.speed.samples:

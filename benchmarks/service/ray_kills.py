@@ -22,7 +22,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from os import kill, listdir
+from os import environ, kill, listdir
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,8 @@ def ray_nodes(*, sizes: Sequence[int]) -> Iterator[Nodes]:
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="ray-", dir=tempfile.gettempdir())  # Sockets lie in it, whose paths must be short.
+    environ["RAY_TMPDIR"] = folder  # Where Ray writes its latest cluster's address, in a folder that must be there.
+    Path(folder, "ray").mkdir()
     cluster = Cluster()
     try:
         yield Nodes(cluster, folder, sizes)

@@ -23,7 +23,7 @@ from exeplan.progress import OnProgress, Progress, no_progress, note
 from exeplan.runner.ipc.messages import EngineOptions, EngineSetup, ModelSource, RaySetup
 
 if TYPE_CHECKING:
-    from exeplan.runner.distributed.launcher import Launcher
+    from exeplan.runner.distributed.launcher import Launcher, OnLeft
     from exeplan.runner.engine.engine import Engine
     from exeplan.runner.engine.executor import Executor
     from exeplan.runner.engine.timeline import TimelineFile
@@ -90,8 +90,17 @@ def _deadline(plan: Plan) -> float:
     return max(_DEADLINE_FACTOR * max(estimate.ttft, estimate.tpot), _LEAST_DEADLINE_SECONDS)
 
 
-def open_launcher(setup: EngineSetup, on_progress: OnProgress = no_progress) -> "Launcher | None":
-    """The launcher of a plan on several hosts; None on one host. Raises InputError where there are none."""
+def open_launcher(
+    setup: EngineSetup,
+    *,
+    on_progress: OnProgress = no_progress,
+    on_left: "OnLeft" = lambda by_node, silent: None,
+    on_back: Callable[[bool], None] = lambda there: None,
+) -> "Launcher | None":
+    """The launcher of a plan on several hosts; None on one host. Raises InputError where there are none.
+
+    `on_left` and `on_back` are `RayLauncher`'s.
+    """
     if setup.ray is None:
         return None
     from exeplan.runner.distributed.ray_agent import ModelOfPlan
@@ -100,7 +109,9 @@ def open_launcher(setup: EngineSetup, on_progress: OnProgress = no_progress) -> 
     spec, options = _spec(setup), setup.engine
     directory = str(spec.directory) if spec.directory and not options.dummy_weights else None
     model = ModelOfPlan(name=spec.name, directory=directory, fingerprint=spec.fingerprint)
-    return RayLauncher(setup.ray, model, options, setup.num_threads, on_progress=on_progress)
+    return RayLauncher(
+        setup.ray, model, options, setup.num_threads, on_progress=on_progress, on_left=on_left, on_back=on_back
+    )
 
 
 def build_engine(

@@ -4,6 +4,8 @@ A request goes to one replica, with all its sequences, by the plan's router; a r
 failed gets none while another is up. What a replica had when it failed goes on on the others, with its tokens so far.
 So does what one on other hosts had that has been paused for `MOVE_SECONDS`: to find room for its workers may take long.
 The set has failed when all replicas have.
+A replica that has lost devices may go on with a plan for those that are left, and back to its own (`fall_back`,
+`switch_replica`).
 Replicas may start and stop while it runs: one that stops drains first, and is used again if it is wanted before.
 
 Not here: one engine process (`client.py`), the router's law (`exeplan/scheduling/router.py`), and where workers are.
@@ -13,7 +15,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +26,17 @@ from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.engine_process.link import engine_forks
 from exeplan.runner.ipc.child_process import WATCH_SECONDS
-from exeplan.runner.ipc.messages import EngineSetup, Event, LengthStatsReport, Loading, PlanSwitched, Prompt, Stats
+from exeplan.runner.ipc.messages import (
+    DevicesLeft,
+    EngineSetup,
+    Event,
+    LengthStatsReport,
+    Loading,
+    PlanSwitched,
+    Prompt,
+    RaySetup,
+    Stats,
+)
 from exeplan.scheduling.router import Queues, Router
 from exeplan.scheduling.scaling import to_drain
 
@@ -60,6 +72,10 @@ class ReplicaSet:
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._draining: dict[int, asyncio.Task[None]] = {}
         self._failed_at: dict[int, float] = {}
+        self.on_devices: Callable[[int], None] = lambda number: None
+        """As `EngineClient.on_devices`, with the number of the replica."""
+        self.find_setup: Callable[[int, DevicesLeft], Awaitable[EngineSetup | None]] | None = None
+        """As `EngineClient.find_setup`, with the number of the replica."""
         self.start_seconds = 0.0
         """What the latest replica that has started took for it."""
         self.num_reserved = 0
@@ -85,7 +101,42 @@ class ReplicaSet:
     def _replica(self, number: int) -> _Replica:
         client = EngineClient(self._setups[number], numbers=self._numbers, forks=self._forks)
         client.on_failure = partial(self._move, client)
+        client.on_devices = lambda: self.on_devices(number)
+        client.find_setup = partial(self._find_setup, number)
         return _Replica(client, self._setups[number], number)
+
+    async def _find_setup(self, number: int, left: DevicesLeft) -> EngineSetup | None:
+        setup = await self.find_setup(number, left) if self.find_setup else None
+        if setup:
+            self._take_setup(number, setup)
+        return setup
+
+    def client(self, number: int) -> EngineClient | None:
+        """Of a replica that runs."""
+        return next((one.client for one in self._replicas if one.number == number), None)
+
+    def fall_back(self, number: int, setup: EngineSetup, *, reason: str) -> None:
+        """See `EngineClient.fall_back`."""
+        client = self.client(number)
+        assert client
+        self._take_setup(number, setup)
+        client.fall_back(self._setups[number], reason=reason)
+
+    async def switch_replica(self, number: int, setup: EngineSetup) -> PlanSwitched:
+        """Switches one replica to a setup. Raises InputError where it cannot, EngineError when it is gone."""
+        client = self.client(number)
+        if client is None:
+            raise EngineError(f"replica {number} does not run")
+        switched = await client.switch_plan(with_fields(setup, timeline=self._setups[number].timeline))
+        self._take_setup(number, setup)
+        return switched
+
+    def _take_setup(self, number: int, setup: EngineSetup) -> None:
+        """What the replica runs from now on, also where it is started anew; the timeline stays its own."""
+        setup = self._setups[number] = with_fields(setup, timeline=self._setups[number].timeline)
+        self._replicas = [
+            _Replica(one.client, setup, number) if one.number == number else one for one in self._replicas
+        ]
 
     @property
     def num_serving(self) -> int:
@@ -296,7 +347,7 @@ class ReplicaSet:
         if self.failure:
             raise EngineError(self.failure)
         given = [
-            with_fields(setups[number if number < len(setups) else 0], ray=own.ray, timeline=own.timeline)
+            with_fields(setups[number if number < len(setups) else 0], ray=_whole(own.ray), timeline=own.timeline)
             for number, own in enumerate(self._setups)
         ]
         wanted = [(replica, given[replica.number]) for replica in self._replicas]
@@ -355,3 +406,8 @@ class ReplicaSet:
         if not left:
             self.failure = client.failure
             self.ended.set()
+
+
+def _whole(ray: RaySetup | None) -> RaySetup | None:
+    """Where a replica has all devices of its plan."""
+    return with_fields(ray, away=0, silent=()) if ray else None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import assert_never
 
 from exeplan.core.plan import as_json
+from exeplan.drift.devices_left import plan_for_left
 from exeplan.drift.group_watch import GroupWatch
 from exeplan.drift.histograms import lengths_of
 from exeplan.drift.save_proposal import save_proposal
@@ -30,9 +31,11 @@ from exeplan.runner.ipc.messages import (
     AdvisorRequest,
     FrontierRows,
     GetFrontier,
+    LeftPlanned,
     Look,
     Looked,
     PlanAdopted,
+    PlanForLeft,
     ProposedPlan,
     WatchPlan,
 )
@@ -57,7 +60,7 @@ class Advisor:
             self._watch = GroupWatch(plan, problems, rules=start.rules)
         self._last: Proposal | None = None
 
-    def take(self, request: AdvisorRequest) -> AdvisorReply:
+    def take(self, request: WatchPlan | Look | PlanAdopted | GetFrontier) -> AdvisorReply:
         """Carries a request out. Raises InputError where it cannot."""
         match request:
             case Look():
@@ -112,6 +115,12 @@ class Advisor:
         return FrontierRows(rows=[asdict(row) for row in frontier_rows(results)])
 
 
+def plan_left(request: PlanForLeft) -> LeftPlanned:
+    """Raises InputError where nothing can be planned for these devices."""
+    found = plan_for_left(plan_from(request.plan, folder=Path("/")), request.replica, request.by_node)
+    return LeftPlanned(plan=as_json(found.plan), missed=found.missed, verdict=found.verdict)
+
+
 def yield_to_others() -> None:
     """Lowers the priority of this process, and of its session where processors are shared out by session."""
     os.nice(_NICENESS)
@@ -124,10 +133,13 @@ def main() -> int:
     yield_to_others()
     output, sys.stdout = sys.stdout.buffer, sys.stderr  # What anything prints is no reply.
     advisor: Advisor | None = None
+    reply: AdvisorReply
     try:
         while (request := ADVISOR_REQUESTS.read(sys.stdin.buffer.read)) is not None:
             try:
-                if advisor is None:
+                if isinstance(request, PlanForLeft):
+                    reply = plan_left(request)
+                elif advisor is None:
                     advisor, reply = _started(request)
                 else:
                     reply = advisor.take(request)

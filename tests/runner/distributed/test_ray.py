@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from exeplan.core.profile import Profile, save_profile
 
 from ..processes import PATIENCE, descendants, eventually, is_alive
 
@@ -135,6 +138,14 @@ class Server:
         with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
             return json.load(reply)["choices"][0]["logprobs"]["tokens"]
 
+    def get(self, path: str) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=PATIENCE) as reply:
+            return json.load(reply)
+
+    def plan(self) -> dict[str, Any]:
+        """That it runs."""
+        return self.get("/plan")
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE)
@@ -230,6 +241,29 @@ def test_requests_of_a_replica_that_has_no_room_any_more_go_on_on_another(
         cluster.add()
         eventually(lambda: server.log.count("workers on ") == 3)
         assert server.tokens() == expected
+        assert server.stop() == 0
+    eventually(lambda: not cluster.agents())
+
+
+PLANNED = "profile: p.json\nworkload: 'fixed:in=40;out=90'\nbound: {seconds: 20, about: p99-length}\n"
+AUTO = ("--replan", "auto", "--replan-dwell", "1s")
+
+
+def test_a_pipeline_that_lost_a_node_goes_on_on_the_other_and_back_when_the_node_is_there_again(
+    tmp_path: Path, cluster: Cluster, expected: list[list[str]], profile: Profile
+) -> None:
+    save_profile(profile, tmp_path / "p.json")
+    with serving(tmp_path, PLANS["pp"] + PLANNED, "--ray", cluster.address, *AUTO) as server:
+        assert server.tokens(cluster.lose) == expected
+        assert len(server.plan()["placement"]) == 1
+        assert "1 of 2 devices are left to replica 0" in server.get("/ready")["devices"]
+        assert len(cluster.agents()) == 1
+        assert server.tokens(cluster.add) == expected
+        eventually(lambda: "the devices of replica 0 are back" in server.log)
+        eventually(lambda: len(server.plan()["placement"]) == 2)
+        assert server.get("/ready") == {"status": "ok"}
+        assert server.tokens() == expected
+        assert len(cluster.agents()) == 2
         assert server.stop() == 0
     eventually(lambda: not cluster.agents())
 

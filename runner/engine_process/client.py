@@ -304,9 +304,12 @@ class EngineClient:
     def jobs(self) -> tuple[Job, ...]:
         return tuple(self._jobs.values())
 
-    def hand_over(self, job: Job, other: "EngineClient") -> None:
-        """Another client goes on with a job of this one, which has failed or is paused."""
-        job.count_crash()
+    def hand_over(self, job: Job, other: "EngineClient", *, crashed: bool = True) -> None:
+        """Another client goes on with a job of this one, which has failed or is paused, or drains."""
+        if crashed:
+            job.count_crash()
+        else:
+            job.leave()
         lost = [event for event in job.lost(time.perf_counter()) if self._deliver(event)]
         self.on_step(lost, self.stats)
         self.release(job)

@@ -6,7 +6,8 @@ So does what one on other hosts had that has been paused for `MOVE_SECONDS`: to 
 The set has failed when all replicas have.
 A replica that has lost devices may go on with a plan for those that are left, and back to its own (`fall_back`,
 `switch_replica`).
-Replicas may start and stop while it runs: one that stops drains first, and is used again if it is wanted before.
+Replicas may start and stop while it runs: one that stops drains first, and is used again if it is wanted before. One
+that an operator has drained stays away until it is resumed.
 
 Not here: one engine process (`client.py`), the router's law (`exeplan/scheduling/router.py`), and where workers are.
 """
@@ -61,6 +62,19 @@ class _Replica:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """What an operator sees of a replica."""
+
+    number: int
+    state: str
+    """serving, paused, draining, drained, starting, failed, or stopped, of which scaling has no need."""
+    num_requests: int
+    """Sequences that it has."""
+    reason: str | None
+    """Why it is paused or has failed."""
+
+
 class ReplicaSet:
     """Starts, feeds and ends the engine processes of several replicas (see `EngineClient`, whose members these are)."""
 
@@ -72,6 +86,8 @@ class ReplicaSet:
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._draining: dict[int, asyncio.Task[None]] = {}
         self._failed_at: dict[int, float] = {}
+        self._held: set[int] = set()
+        """Replicas that an operator has drained."""
         self.on_devices: Callable[[int], None] = lambda number: None
         """As `EngineClient.on_devices`, with the number of the replica."""
         self.find_setup: Callable[[int, DevicesLeft], Awaitable[EngineSetup | None]] | None = None
@@ -156,15 +172,15 @@ class ReplicaSet:
 
         What fails to start is tried again after `AGAIN_SECONDS`.
         """
-        for number in sorted(self._draining)[: max(wanted - self.num_serving - self.num_starting, 0)]:
+        own = sorted(set(self._draining) - self._held)
+        for number in own[: max(wanted - self.num_serving - self.num_starting, 0)]:
             self._draining.pop(number).cancel()
             log.info("replica %d serves again", number)
-        alive = {one.number for one in self._replicas if not one.client.failure} | set(self._starting)
+        alive = {one.number for one in self._replicas if not one.client.failure} | set(self._starting) | self._held
         latest = time.monotonic() - AGAIN_SECONDS
         free = [n for n in range(len(self._setups)) if n not in alive and self._failed_at.get(n, latest) <= latest]
         for number in free[: max(wanted - self.num_serving - self.num_starting, 0)]:
-            log.info("replica %d is started", number)
-            self._starting[number] = asyncio.create_task(self._start(number))
+            self._begin(number)
         staying = {
             one.number: one.client.num_sequences
             for one in self._replicas
@@ -172,8 +188,63 @@ class ReplicaSet:
         }
         for _ in range(min(len(staying) - wanted, len(staying) - 1)):  # What loads serves nothing yet.
             del staying[number := to_drain(staying)]
-            log.info("replica %d drains", number)
-            self._draining[number] = asyncio.create_task(self._drain(number))
+            self._end(number)
+
+    def drain(self, number: int, *, move: bool = False) -> None:
+        """Gives a replica no more requests, and ends it once it has answered what it has; until `resume`.
+
+        With `move` others go on with what it has, from the tokens so far. Raises InputError for a replica that there is
+        not, or without which none would serve.
+        """
+        self._check_number(number)
+        others = [one for one in self._up if one.number != number]
+        if number not in self._held and not others:
+            raise InputError(f"replica {number} is the only one that serves; resume another one first")
+        self._held.add(number)
+        if number not in self._draining and self.client(number):  # One that starts drains then.
+            self._end(number)
+        if move and (client := self.client(number)) and others:
+            self._move(client, crashed=False)
+
+    def resume(self, number: int) -> None:
+        """Has a replica that was drained, or has failed, serve again. Raises InputError for one that serves."""
+        self._check_number(number)
+        client = self.client(number)
+        if number not in self._held and (number in self._starting or (client and not client.failure)):
+            raise InputError(f"replica {number} serves, or will by itself")
+        self._held.discard(number)
+        if number in self._draining:
+            self._draining.pop(number).cancel()
+            log.info("replica %d serves again", number)
+        elif number not in self._starting:
+            self._begin(number)
+
+    def _check_number(self, number: int) -> None:
+        if not 0 <= number < len(self._setups):
+            raise InputError(f"there are replicas 0 to {len(self._setups) - 1}, found {number}")
+
+    def states(self) -> list[ReplicaState]:
+        """Of all replicas that there may be, by number."""
+        return [self._state(number) for number in range(len(self._setups))]
+
+    def _state(self, number: int) -> ReplicaState:
+        client, held = self.client(number), number in self._held
+        if client is None:
+            state = "starting" if number in self._starting else "drained" if held else "stopped"
+            return ReplicaState(number, state, num_requests=0, reason=None)
+        if client.failure:
+            return ReplicaState(number, "failed", num_requests=0, reason=client.failure)
+        reason = client.pause or client.unready
+        state = "draining" if number in self._draining else "paused" if reason else "serving"
+        return ReplicaState(number, state, num_requests=client.num_sequences, reason=reason)
+
+    def _begin(self, number: int) -> None:
+        log.info("replica %d is started", number)
+        self._starting[number] = asyncio.create_task(self._start(number))
+
+    def _end(self, number: int) -> None:
+        log.info("replica %d drains", number)
+        self._draining[number] = asyncio.create_task(self._drain(number))
 
     async def _start(self, number: int) -> None:
         replica, began = self._replica(number), time.monotonic()
@@ -199,6 +270,8 @@ class ReplicaSet:
         self._replicas = sorted([*others, replica], key=lambda one: one.number)
         self.on_step = self._given_on_step  # Of the new one, too.
         self._watching.append(asyncio.create_task(self._watch(replica)))
+        if number in self._held:
+            self._end(number)
 
     async def _drain(self, number: int) -> None:
         replica = next(one for one in self._replicas if one.number == number)
@@ -307,13 +380,13 @@ class ReplicaSet:
         queues = Queues((one.client.num_sequences for one in some), [one.setup.capacity for one in some])
         return some[self._router.choose(queues)].client
 
-    def _move(self, failed: EngineClient) -> None:
-        """Others go on with the jobs of a replica that has failed, as long as there are others."""
+    def _move(self, failed: EngineClient, *, crashed: bool = True) -> None:
+        """Others go on with the jobs of a replica that has failed or drains, as long as there are others."""
         if all(client.failure for client in self._clients):
             return
         for job in failed.jobs:
             self._jobs[job.job_id] = other = self._choose()
-            failed.hand_over(job, other)
+            failed.hand_over(job, other, crashed=crashed)
 
     async def _relieve(self) -> None:
         """Moves the jobs of replicas on other hosts that are paused for long, as long as others work."""

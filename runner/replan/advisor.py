@@ -1,9 +1,9 @@
 """Advisor: watches the lengths of a service's requests and looks for better plans, in a process that yields to others.
 
 `python -m exeplan.runner.replan.advisor` answers every AdvisorRequest of its input with an AdvisorReply on its output
-(`exeplan.runner.ipc.messages`), and ends with its input. It runs at the lowest priority, so that a search costs the
-engine little. Linux may share processors out by session first (autogroups, sched(7)): then a nice value counts within
-the session only, so this process has a session of its own, whose value it lowers, too.
+(`exeplan.runner.ipc.messages`), and ends with its input. Unless it is urgent, it runs at the lowest priority, so that a
+search costs the engine little. Linux may share processors out by session first (autogroups, sched(7)): then a nice
+value counts within the session only, so this process has a session of its own, whose value it lowers, too.
 Not here: what asks, and what a proposal leads to (`replanner.py`).
 """
 
@@ -39,6 +39,7 @@ from exeplan.runner.ipc.messages import (
     ProposedPlan,
     WatchPlan,
 )
+from exeplan.runner.replan.advisor_process import URGENT
 
 _NICENESS = 19
 _AUTOGROUP, _SESSION_NICENESS = Path("/proc/self/autogroup"), 10
@@ -130,7 +131,8 @@ def yield_to_others() -> None:
 
 def main() -> int:
     """Answers until its input ends. Returns 1 where that is no AdvisorRequest."""
-    yield_to_others()
+    if URGENT not in sys.argv[1:]:
+        yield_to_others()
     output, sys.stdout = sys.stdout.buffer, sys.stderr  # What anything prints is no reply.
     advisor: Advisor | None = None
     reply: AdvisorReply

@@ -10,20 +10,24 @@ from exeplan.runner.ipc.child_process import start_child
 from exeplan.runner.ipc.frames import frame
 from exeplan.runner.ipc.messages import ADVISOR_REPLIES, AdvisorReply, AdvisorRequest
 
+URGENT = "--urgent"
 SEARCH_SECONDS = 300.0
 """How long the advisor may take for a reply; then it is ended."""
 
 
 class AdvisorProcess:
-    """A process that has been started; it yields to others."""
+    """A process that has been started."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process, self._asking = process, asyncio.Lock()
 
     @classmethod
-    async def start(cls) -> "AdvisorProcess":
+    async def start(cls, *, urgent: bool = False) -> "AdvisorProcess":
+        """An `urgent` one does not yield to others: requests wait for its answer."""
         pipe, threads = asyncio.subprocess.PIPE, {"OMP_NUM_THREADS": "1"}
-        return cls(await start_child("exeplan.runner.replan.advisor", environment=threads, stdin=pipe, stdout=pipe))
+        options = [URGENT] if urgent else []
+        module = "exeplan.runner.replan.advisor"
+        return cls(await start_child(module, *options, environment=threads, stdin=pipe, stdout=pipe))
 
     async def ask(self, request: AdvisorRequest) -> AdvisorReply:
         """The reply. Raises TimeoutError where it takes too long, EOFError where the process has ended."""

@@ -164,7 +164,7 @@ class DeviceFollower:
         """What the planner says of these devices; a sentence where it has no plan."""
         count = sum(map(len, left.by_node))
         total = num_devices(single_plans(self._first)[number].placement)
-        advisor = await AdvisorProcess.start()
+        advisor = await AdvisorProcess.start(urgent=True)
         try:
             request = PlanForLeft(plan=as_json(self._first), replica=number, by_node=left.by_node)
             reply = await advisor.ask(request)

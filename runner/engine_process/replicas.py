@@ -172,11 +172,12 @@ class ReplicaSet:
 
         What fails to start is tried again after `AGAIN_SECONDS`.
         """
-        own = sorted(set(self._draining) - self._held)
+        own = sorted(one.number for one in self._replicas if one.number in set(self._draining) - self._held)
         for number in own[: max(wanted - self.num_serving - self.num_starting, 0)]:
             self._draining.pop(number).cancel()
             log.info("replica %d serves again", number)
-        alive = {one.number for one in self._replicas if not one.client.failure} | set(self._starting) | self._held
+        alive = {one.number for one in self._replicas if not one.client.failure}
+        alive |= {*self._starting, *self._draining, *self._held}
         latest = time.monotonic() - AGAIN_SECONDS
         free = [n for n in range(len(self._setups)) if n not in alive and self._failed_at.get(n, latest) <= latest]
         for number in free[: max(wanted - self.num_serving - self.num_starting, 0)]:
@@ -205,6 +206,8 @@ class ReplicaSet:
             self._end(number)
         if move and (client := self.client(number)) and others:
             self._move(client, crashed=False)
+            # It may not have them back: what its engine still sends of them has been computed elsewhere, too.
+            self._replicas = [one for one in self._replicas if one.number != number]
 
     def resume(self, number: int) -> None:
         """Has a replica that was drained, or has failed, serve again. Raises InputError for one that serves."""
@@ -213,7 +216,7 @@ class ReplicaSet:
         if number not in self._held and (number in self._starting or (client and not client.failure)):
             raise InputError(f"replica {number} serves, or will by itself")
         self._held.discard(number)
-        if number in self._draining:
+        if number in self._draining and client:
             self._draining.pop(number).cancel()
             log.info("replica %d serves again", number)
         elif number not in self._starting:
@@ -230,7 +233,8 @@ class ReplicaSet:
     def _state(self, number: int) -> ReplicaState:
         client, held = self.client(number), number in self._held
         if client is None:
-            state = "starting" if number in self._starting else "drained" if held else "stopped"
+            away = "draining" if number in self._draining else "drained" if held else "stopped"
+            state = "starting" if number in self._starting else away
             return ReplicaState(number, state, num_requests=0, reason=None)
         if client.failure:
             return ReplicaState(number, "failed", num_requests=0, reason=client.failure)
@@ -244,9 +248,12 @@ class ReplicaSet:
 
     def _end(self, number: int) -> None:
         log.info("replica %d drains", number)
-        self._draining[number] = asyncio.create_task(self._drain(number))
+        replica = next(one for one in self._replicas if one.number == number)
+        self._draining[number] = asyncio.create_task(self._drain(replica))
 
     async def _start(self, number: int) -> None:
+        if ending := self._draining.get(number):  # Its devices are not free before.
+            await asyncio.wait([ending])
         replica, began = self._replica(number), time.monotonic()
         try:
             await replica.client.until_ready()
@@ -273,14 +280,13 @@ class ReplicaSet:
         if number in self._held:
             self._end(number)
 
-    async def _drain(self, number: int) -> None:
-        replica = next(one for one in self._replicas if one.number == number)
+    async def _drain(self, replica: _Replica) -> None:
         while replica.client.num_jobs:
             await asyncio.sleep(_DRAINED_SECONDS)
-        self._replicas = [one for one in self._replicas if one is not replica]
-        del self._draining[number]
+        self._replicas = [one for one in self._replicas if one.client is not replica.client]
         await replica.client.close()
-        log.info("replica %d has ended", number)
+        del self._draining[replica.number]
+        log.info("replica %d has ended", replica.number)
 
     @property
     def _clients(self) -> list[EngineClient]:

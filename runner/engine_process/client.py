@@ -339,6 +339,8 @@ class EngineClient:
 
         Raises InputError where that is not possible, and nothing has changed; EngineError when the engine is gone.
         """
+        if self.left:
+            raise InputError("the pipeline waits for devices that it has lost; accept the plan for those that are left")
         answer = await self._ask(SwitchPlan(number=next(self._numbers), setup=setup))
         if isinstance(answer, PlanRefused):
             raise InputError(answer.message)
@@ -362,8 +364,15 @@ class EngineClient:
         """Another engine goes on, with the setup of a plan for the devices that are left to this one, which waits."""
         assert self._link
         self._setup, self._failed_starts = setup, 0
+        self._switches.clear()
         self._note_devices()
         self._link.kill(reason)
+
+    def refuse_switch(self) -> None:
+        """A change of plans that has not been answered ends with InputError: the engine waits for devices, and is to be
+        replaced."""
+        if self._asked and isinstance(self._asked.message, SwitchPlan):
+            self._asked.refuse(InputError("devices were lost while the plan was changed"))
 
     def _note_devices(self, *, left: DevicesLeft | None = None, back: bool = False) -> None:
         if (left, back) != (self.left, self.back):

@@ -201,15 +201,20 @@ class DeviceFollower:
                 self._engine.fall_back(setup, reason=reason)
             return await _until_up(client)
 
-        return await self._proposals.carry_out(replanned, switch)
+        if client := self._client(number):
+            client.refuse_switch()
+        replanned = await self._proposals.carry_out(replanned, switch)
+        for other in self._waiting:  # What was proposed of them is no change of the plan that is active now.
+            self._change(other)
+        return replanned
 
     def _reduce(self, number: int, found: LeftPlanned, left: DevicesLeft) -> EngineSetup:
         """Notes that a replica runs this plan. Returns the setup."""
         plan = _plan(found)
+        setup = self._setup(plan)
         self._reduced[number] = _Reduced(found, plan, time.monotonic())
         self._waiting.pop(number, None)
         self._say()
-        setup = self._setup(plan)
         if setup.ray:
             away = num_devices(single_plans(self._first)[number].placement) - num_devices(plan.placement)
             setup = with_fields(setup, ray=with_fields(setup.ray, replica=number, away=away, silent=left.silent))

@@ -13,10 +13,11 @@ Not here: how a plan is adopted (`replanner.py`), and which devices are left (`r
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -30,6 +31,7 @@ from exeplan.drift.state import FewerDevices, Replanned, ReplanState, Rules
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from
 from exeplan.runner.engine_process.client import EngineClient
+from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import (
     AdvisorRefused,
@@ -93,8 +95,9 @@ class DeviceFollower:
         self._waiting: dict[int, str] = {}
         """What is said of replicas that wait for devices, by number."""
         self._following: dict[int, asyncio.Task[None]] = {}
-        self._changed: set[int] = set()
-        self._adopting: set[asyncio.Task[Replanned]] = set()
+        self._changed: dict[int, asyncio.Event] = {}
+        """By number: set when the devices of a replica have changed since they were last looked at."""
+        self._adopting: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """From now on the engine's devices are followed."""
@@ -121,19 +124,20 @@ class DeviceFollower:
 
     def _change(self, number: int) -> None:
         """The devices of a replica have changed."""
-        self._changed.add(number)
+        self._changed.setdefault(number, asyncio.Event()).set()
         if number not in self._following:
             self._following[number] = asyncio.create_task(self._follow(number))
 
     async def _follow(self, number: int) -> None:
+        changed = self._changed[number]
         try:
-            while number in self._changed and (client := self._client(number)):
-                self._changed.discard(number)
+            while changed.is_set() and (client := self._client(number)):
+                changed.clear()
                 if client.left:
                     await self._replan_for_left(number, client, client.left)
                 else:
                     self._settle(number)
-                    await self._replan_for_all(number, client)
+                    await self._replan_for_all(number, client, changed)
         except Exception:
             log.exception("replica %d keeps its plan, whatever its devices are", number)
         finally:
@@ -232,24 +236,31 @@ class DeviceFollower:
         client, replanned = self._client(number), self._describe(number, found)
         assert client
         setup = self._reduce(number, found, left)
-        carrying = asyncio.create_task(self._proposals.carry_out(replanned, partial(_until_up, client)))
-        self._adopting.add(carrying)
-        carrying.add_done_callback(self._adopting.discard)
+        adopting = asyncio.create_task(self._adopt(client, replanned))
+        self._adopting.add(adopting)
+        adopting.add_done_callback(self._adopting.discard)
         return setup
 
-    async def _replan_for_all(self, number: int, client: EngineClient) -> None:
-        """Back to the first plan, a dwell time after the last change; again and again where that fails."""
-        while client.back and number in self._reduced:
-            due = self._reduced[number].since + self._proposals.rules.dwell
-            await asyncio.sleep(max(due - time.monotonic(), 0.0))
-            if not (client.back and number in self._reduced):
-                break
+    async def _adopt(self, client: EngineClient, replanned: Replanned) -> None:
+        """The plan that the client's next engine starts with."""
+        with contextlib.suppress(InputError, EngineError):  # It has been logged.
+            await self._proposals.carry_out(replanned, partial(_until_up, client))
+
+    async def _replan_for_all(self, number: int, client: EngineClient, changed: asyncio.Event) -> None:
+        """Back to the first plan, a dwell time after the last change; again and again where that fails, until devices
+        have changed."""
+        while client.back and (reduced := self._reduced.get(number)):
+            due = reduced.since + self._proposals.rules.dwell
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(due - time.monotonic(), 0.0)):
+                    await changed.wait()
+            if changed.is_set():
+                return
             await self._proposals.propose(self._describe(number, None), partial(self._go_back, number))
             if self._proposals.state.mode != "auto":
-                break
+                return
             if number in self._reduced:
-                one = self._reduced[number]
-                self._reduced[number] = _Reduced(one.found, one.plan, time.monotonic())
+                self._reduced[number] = replace(reduced, since=time.monotonic())
 
     async def _go_back(self, number: int, replanned: Replanned) -> Replanned:
         """Raises InputError where the cluster has no room after all; the replica goes on as it was then."""

@@ -199,11 +199,14 @@ def test_devices_that_come_and_go_make_no_more_than_one_change_in_a_dwell_time(p
     async def flap(engine: EngineClient, replanner: Replanner) -> None:
         await answers(engine, lambda: report_left(engine, 0))
         await until(lambda: replanner.state.num_replans == 1)
-        for there in (True, False, True, False):
+        for there in (True, False, True, False, True):
             engine._take(DevicesBack(there=there))
             await asyncio.sleep(0.05)
         assert replanner.state.num_replans == 1
         assert replanner.state.proposed is None
+        report_left(engine, 0)  # What is lost in the dwell time is replaced at once.
+        await until(lambda: replanner.state.num_replans == 2)
+        assert replanner.state.plan.placement == ALONE
 
     serving(plan, flap, dwell=3600.0)
 

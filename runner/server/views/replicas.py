@@ -83,11 +83,11 @@ def _replicas(service: Service) -> ReplicaSet:
 
 
 def _change(engine: ReplicaSet, given: Mapping[str, Any]) -> ReplicaSet:
+    wanted = check(Resume, given) if "resume" in given else check(Drain, given)
     try:
-        if "resume" in given:
-            engine.resume(check(Resume, given).resume)
+        if isinstance(wanted, Resume):
+            engine.resume(wanted.resume)
         else:
-            wanted = check(Drain, given)
             engine.drain(wanted.drain, move=wanted.move)
     except InputError as error:
         raise RequestError(str(error), status=409) from None

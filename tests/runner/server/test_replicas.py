@@ -117,27 +117,30 @@ def test_a_replica_drains_and_comes_back_under_load_without_a_refused_request(pa
     clients = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
     for client in clients:
         client.start()
-    for number, move in ((1, False), (0, False), (1, True)):
-        first = pair.engine_pids
-        reply = pair.call("/replicas", {"drain": number, "move": move})
-        assert reply.status == 200, reply.text
-        refused = pair.call("/replicas", {"drain": 1 - number})
-        assert (refused.status, refused.error["message"][:35]) == (
-            409,
-            f"replica {1 - number} is the only one that ser",
-        )
-        eventually(lambda number=number: states(pair)[number] == "drained")
-        assert len(pair.engine_pids) == 1
-        assert pair.call("/replicas", {"resume": number}).status == 200
-        eventually(lambda: states(pair) == ["serving", "serving"])
-        assert len(set(pair.engine_pids) - set(first)) == 1
-    over.set()
-    for client in clients:
-        client.join()
+    try:
+        for number, move in ((1, False), (0, False), (1, True)):
+            drain_and_resume(pair, number, move=move)
+    finally:
+        over.set()
+        for client in clients:
+            client.join()
     assert len(found) > 12
     for number, reply in found:
         assert reply.status == 200, reply.text
         assert json.loads(reply.text)["choices"][0]["logprobs"]["tokens"] == expected[number]
+
+
+def drain_and_resume(server, number, *, move):
+    before = server.engine_pids
+    assert server.call("/replicas", {"drain": number, "move": move}).status == 200
+    refused = server.call("/replicas", {"drain": 1 - number})
+    assert refused.status == 409
+    assert f"replica {1 - number} is the only one that serves" in refused.error["message"]
+    eventually(lambda: states(server)[number] == "drained")
+    assert len(server.engine_pids) == 1
+    assert server.call("/replicas", {"resume": number}).status == 200
+    eventually(lambda: states(server) == ["serving", "serving"])
+    assert len(set(server.engine_pids) - set(before)) == 1
 
 
 def states(server):

@@ -87,7 +87,7 @@ def load_datasheet(name: str, overrides: Mapping[str, str] | None = None) -> Dat
     constants |= changes
     if missing := [constant for constant in _UNITS if constant not in constants and constant not in _OPTIONAL]:
         raise InputError(f"datasheet '{path.stem}' lacks {', '.join(missing)}")
-    values = {name: _value(name, constants[name], path.stem) for name in _UNITS if name in constants}
+    values: dict[str, Any] = {name: _value(name, constants[name], path.stem) for name in _UNITS if name in constants}
     return Datasheet(
         name=path.stem,
         kind=body["kind"],
@@ -103,7 +103,7 @@ def _changes_attention(changes: Iterable[str]) -> bool:
 
 
 def with_links(sheet: Datasheet, cluster: Cluster) -> Datasheet:
-    """The datasheet with the links of a cluster of its devices. Raises InputError when they are others."""
+    """The datasheet with the nodes and links of a cluster of its devices. Raises InputError when they are others."""
     if cluster.device != sheet.name:
         raise InputError(
             f"cluster {cluster.name} has {cluster.device} devices, the datasheet is of {sheet.name}; "
@@ -115,6 +115,8 @@ def with_links(sheet: Datasheet, cluster: Cluster) -> Datasheet:
         intra_latency=cluster.intra.latency,
         inter_bandwidth=cluster.inter.bytes_per_second,
         inter_latency=cluster.inter.latency,
+        gpus_per_node=cluster.gpus_per_node,
+        adapters_per_node=cluster.adapters_per_node,
         changes=(*sheet.changes, f"links of cluster {cluster.name}"),
     )
 

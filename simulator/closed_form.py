@@ -111,7 +111,8 @@ def deadline_factors(workload: Workload, metric: str) -> Floats:
 
 def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> SteadyState:
     """The steady state of a schedule under a backlog of this workload."""
-    steady = load_policy(schedule.policy).steady_state(schedule, workload, cost)
+    policy = load_policy(schedule.policy)
+    steady = policy.steady_state(schedule, workload, cost.for_policy(policy))
     return SteadyState(schedule, workload, steady, cost.num_ranks)
 
 

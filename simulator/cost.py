@@ -25,7 +25,7 @@ from exeplan.core.handover import num_receivers, pieces
 from exeplan.core.layer_costs import handover_bytes_per_token, num_all_reduces
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement, Sharding
-from exeplan.policies.interface import Cycle
+from exeplan.policies.interface import Cycle, Policy
 from exeplan.simulator.curves import Curve
 from exeplan.simulator.passes import Passes, PassSeconds, RankPasses, host_seconds
 from exeplan.simulator.placement_timings import PlacementTimings, StageKind, SumsOver
@@ -53,6 +53,11 @@ class CostModel(PlacementTimings):
         self._send_seconds = {link: _of_one(curve) for link, curve in self.sends.items()}
         self._distinct_kinds = list({id(kind): kind for kind in self.kinds}.values())
         self._kinds_of = {phase: self.of_phase(phase) for phase in {kind.phase for kind in self.kinds}}
+
+    def for_policy(self, policy: Policy) -> "CostModel":
+        """The cost model of what a policy runs: one that keeps finished rows changes its batches less often."""
+        timings = self.timings.of_kept_rows if policy.KEEPS_FINISHED_ROWS else self.timings
+        return self if timings is self.timings else CostModel(timings, self.placement, self.cluster)
 
     def seconds(self, cycle: Cycle) -> Floats:
         """Each expected pass of a steady cycle on each stage, [stages, passes], given that it occurs."""

@@ -220,7 +220,8 @@ def all_reduce_seconds(sheet: Datasheet, where: str, devices: int, size: float) 
     whole nodes by parts where that is faster."""
     crossings = 0.0 if where == "intra" else 2 * sheet.inter_latency
     latency = sheet.all_reduce_latency + (devices - 1) * sheet.all_reduce_step_latency + crossings
-    ring = latency + _ring_seconds(sheet, where, devices, size)
+    wire = _wire_seconds(sheet, where, devices, size)
+    ring = latency + wire + sqrt(sheet.all_reduce_ramp * wire)
     nodes, left = divmod(devices, sheet.gpus_per_node)
     if where == "intra" or nodes < 2 or left or sheet.adapters_per_node == 1:
         return ring
@@ -232,16 +233,16 @@ def _by_parts_seconds(sheet: Datasheet, nodes: int, size: float) -> float:
     within. Steps within a node are those of its ring, steps across those of a tree and back."""
     each, hops = sheet.gpus_per_node, ceil(log2(nodes))
     steps = (each - 1 + hops) * sheet.all_reduce_step_latency + 2 * hops * sheet.inter_latency
-    within = _ring_seconds(sheet, "intra", each, size)
-    across = _ring_seconds(sheet, "inter", nodes, size / sheet.adapters_per_node)
-    return sheet.all_reduce_latency + steps + within + across
+    within = _wire_seconds(sheet, "intra", each, size)
+    across = _wire_seconds(sheet, "inter", nodes, size / sheet.adapters_per_node)
+    ramps = sqrt(sheet.all_reduce_ramp * within) + sqrt(sheet.all_reduce_ramp * across)
+    return sheet.all_reduce_latency + steps + within + across + ramps
 
 
-def _ring_seconds(sheet: Datasheet, where: str, devices: int, size: float) -> float:
-    """What its bytes take on the links."""
+def _wire_seconds(sheet: Datasheet, where: str, devices: int, size: float) -> float:
+    """What a ring's bytes take on a link."""
     share = sheet.all_reduce_efficiency if where == "intra" else sheet.all_reduce_inter_efficiency
-    wire = 2 * (devices - 1) / devices * size / (share * sheet.link(where).bytes_per_second)
-    return wire + sqrt(sheet.all_reduce_ramp * wire)
+    return 2 * (devices - 1) / devices * size / (share * sheet.link(where).bytes_per_second)
 
 
 def all_to_all_seconds(sheet: Datasheet, where: str, devices: int, size: float) -> float:

@@ -357,6 +357,7 @@ class Worker:
             options = self._options
             self._reference = with_own_weights(self._spec, passes, dtype=options.dtype, kv_dtype=options.kv_dtype)
         sample = self._reference.repeat()
+        self._reference.take()  # The engine keeps them.
         self._reports.send(
             ReferenceRan(number=sample.number, seconds=sample.seconds, cost=sample.cost, others=sample.others)
         )

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.plan import Plan
+from exeplan.core.profile import ReferencePass
 from exeplan.core.schedule import needs_other_engine
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
@@ -39,8 +40,10 @@ def engine_setup(
     timeline: Path | None = None,
     deadline_seconds: float | None = None,
     ray: RaySetup | None = None,
+    reference_passes: tuple[ReferencePass, ...] = (),
 ) -> EngineSetup:
-    """Everything that an engine must know. `timeline` names a file for what runs when.
+    """Everything that an engine must know. `timeline` names a file for what runs when, and `reference_passes` are
+    repeated while it works.
 
     `ray` says which cluster has the plan's devices; None where all of them are on this host.
 
@@ -69,6 +72,7 @@ def engine_setup(
         timeline=str(timeline) if timeline else None,
         capacity=plan.capacity,
         ray=ray,
+        reference_passes=reference_passes,
     )
 
 

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, assert_never
 import msgspec
 from msgspec.structs import replace
 
+from exeplan.core.schedule import num_devices
 from exeplan.errors import InputError
 from exeplan.runner import logs
 from exeplan.runner.distributed.launcher import use_fork_server
+from exeplan.runner.engine_process.speed_watch import SpeedWatch
 from exeplan.runner.engine_process.switch_plan import ExecutorBuilt, PlanSwitcher
 from exeplan.runner.ipc.fork_server import ForkChannel
 from exeplan.runner.ipc.frames import MessageError, frame
@@ -175,7 +177,10 @@ def _serve(inbox: _Inbox, send: Callable[[EngineEvent], None]) -> NoReturn:
     inbox.wake = engine.wake
     send(EngineReady(num_blocks=engine.num_blocks))
     heartbeat = min(HEARTBEAT_SECONDS, setup.deadline_seconds / 4)
-    _EngineLoop(engine, PlanSwitcher(engine, setup, build=build, put=inbox.put), send).run(inbox, heartbeat)
+    switcher = PlanSwitcher(engine, setup, build=build, put=inbox.put)
+    alone = setup.num_threads == 1 and num_devices(setup.placement) == 1 and setup.ray is None
+    speed = SpeedWatch(engine, setup.reference_passes, one_thread=alone)
+    _EngineLoop(engine, switcher, send, speed).run(inbox, heartbeat)
 
 
 class _LoadingReporter:
@@ -203,8 +208,10 @@ class _OpenRequest:
 class _EngineLoop:
     """Carries out commands, and runs an iteration, in turn."""
 
-    def __init__(self, engine: "Engine", switcher: PlanSwitcher, send: Callable[[EngineEvent], None]) -> None:
-        self._engine, self._switcher, self._send = engine, switcher, send
+    def __init__(
+        self, engine: "Engine", switcher: PlanSwitcher, send: Callable[[EngineEvent], None], speed: SpeedWatch
+    ) -> None:
+        self._engine, self._switcher, self._send, self._speed = engine, switcher, send, speed
         self._requests: dict[str, _OpenRequest] = {}
         engine.on_begin = lambda request_ids, start: send(Begun(request_ids=request_ids, start=start))
 
@@ -218,11 +225,11 @@ class _EngineLoop:
             if not (commands or self._engine.has_work):
                 self._send(Alive())
                 continue
-            outputs += self._step()
+            outputs += self._speed.timed(self._step)
             # A request that got tokens during a switch of plans may have been aborted since.
             due = [output for output in outputs if output.request_id in self._requests]
             events = [event for output in due if (event := self._due(output))]
-            self._send(IterationDone(events=events, stats=_stats(self._engine)))
+            self._send(IterationDone(events=events, stats=replace(_stats(self._engine), **self._speed.look())))
 
     def _take(self, command: Command, outputs: "list[Output]") -> EngineEvent | None:
         """Carries a command out. Returns the answer, if there is one now."""
@@ -237,7 +244,9 @@ class _EngineLoop:
                 stats = self._engine.length_stats()
                 return LengthStatsReport(number=command.number, now=stats.now, left=stats.left, running=stats.running)
             case SwitchPlan() | ExecutorBuilt():
-                return self._switcher.take(command, outputs)
+                answer = self._switcher.take(command, outputs)
+                self._speed.renew()
+                return answer
             case WorkersLost():
                 pass
             case EngineSetup():

@@ -37,6 +37,9 @@ AGAIN_SECONDS = 30.0
 _DRAINED_SECONDS = 0.05
 """Between two looks whether a replica that drains has answered all."""
 
+_OF_ONE = ("iteration_tokens", "num_prefill", "num_decode", "slowness", "reference_seconds")
+"""Fields of Stats that are of one engine's iteration, and not sums over all."""
+
 OnStep = Callable[[list[Event], Stats], None]
 
 
@@ -169,7 +172,7 @@ class ReplicaSet:
     @on_step.setter
     def on_step(self, on_step: OnStep) -> None:
         def all_together(events: list[Event], stats: Stats) -> None:
-            one = {name: getattr(stats, name) for name in ("iteration_tokens", "num_prefill", "num_decode")}
+            one = {name: getattr(stats, name) for name in _OF_ONE}
             on_step(events, with_fields(self.stats, **one))
 
         self._given_on_step, self._on_step = on_step, on_step

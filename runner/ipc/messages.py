@@ -90,6 +90,8 @@ class EngineSetup(Message, frozen=True):
     """None where all devices are on this host."""
     capacity: float | None = None
     """As the plan says it, for the router of several replicas."""
+    reference_passes: tuple[ReferencePass, ...] = ()
+    """Of the plan's profile, to be repeated while the engine works; () where the machine's speed is not watched."""
 
 
 class Sampling(Part, frozen=True):
@@ -266,7 +268,8 @@ class Event(Record, frozen=True):
 
 
 class Stats(Record, frozen=True):
-    """The engine after an iteration, and what that ran: `iteration_tokens` and both counts are 0 where nothing ran."""
+    """The engine after an iteration, and what that ran: `iteration_tokens` and both counts are 0 where nothing ran, and
+    `slowness` where no reference pass came after it."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -276,6 +279,10 @@ class Stats(Record, frozen=True):
     iteration_tokens: int = 0
     num_prefill: int = 0
     num_decode: int = 0
+    slowness: float = 0.0
+    """How many times as long passes take as while the profile was measured, other processes on the cores included."""
+    reference_seconds: float = 0.0
+    """What the reference passes took that tell it."""
 
 
 class IterationDone(Message, frozen=True):

@@ -101,6 +101,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--deadline", metavar="TIME", help="a batch that takes longer means a hanging worker (default: from the plan)"
     )
     parser.add_argument(
+        "--watch-speed",
+        action="store_true",
+        help="repeat the profile's reference passes (on CPUs): /metrics says how slow the machine is",
+    )
+    parser.add_argument(
         "--gpu-memory-utilization",
         type=float,
         metavar="SHARE",
@@ -146,6 +151,7 @@ def run_server(args: argparse.Namespace) -> int:
         replan_dwell_seconds=seconds(args.replan_dwell, "--replan-dwell"),
         replan_file=args.replan_file,
         metrics_aliases=args.metrics_aliases,
+        watch_speed=args.watch_speed,
         log_format=args.log_format,
         log_level=args.log_level,
     )

@@ -25,6 +25,7 @@ from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replays import replay_estimate
 from exeplan.planner.reports.placement_text import show_equal
 from exeplan.planner.reports.report import IN_REPLAY, binding_bound
+from exeplan.policies import load_policy
 from exeplan.progress import SILENT, Told
 from exeplan.simulator.breakdown import Breakdown, PhaseTime, break_down
 from exeplan.simulator.closed_form import steady_state
@@ -178,7 +179,7 @@ def explain(
 
 def _broken_down(placed: Problem, schedule: Schedule, *, seed: int) -> Breakdown:
     return break_down(
-        placed.cost,
+        placed.cost.for_policy(load_policy(schedule.policy)),
         lambda cost: replay_estimate(replace(placed, cost=cost), schedule, seed=seed)[0],
         backlog=placed.arrivals is None,
     )

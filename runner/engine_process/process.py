@@ -34,6 +34,8 @@ from exeplan.runner.ipc.messages import (
     Abort,
     Alive,
     Begun,
+    DevicesBack,
+    DevicesLeft,
     EngineBroken,
     EngineCommand,
     EngineDown,
@@ -64,8 +66,9 @@ class WorkersLost:
     """Wakes an engine that waits for commands: a worker has died, and the next step finds out."""
 
 
-Command: TypeAlias = EngineCommand | ExecutorBuilt | WorkersLost | MessageError
-"""What the main thread carries out; it raises a MessageError, which stands for something that was no command."""
+Command: TypeAlias = EngineCommand | ExecutorBuilt | WorkersLost | DevicesBack | MessageError
+"""What the main thread carries out: it raises a MessageError, which stands for something that was no command, and
+reports DevicesBack."""
 HEARTBEAT_SECONDS = 1.0
 MAX_HELD_TOKENS = 32
 """Tokens of an answer that is not streamed before they are sent: so many are computed again at most after a crash. Each
@@ -104,7 +107,7 @@ def main(connection: socket.socket, forks: socket.socket) -> int:
         # Clients see the message, so the details stay in the log.
         log.exception("the engine failed")
         message = f"the engine failed ({type(error).__name__}); the server's log says more"
-        send(EngineBroken(message=message, final=_is_worker_error(error)))
+        send(EngineBroken(message=message, final=_is_worker_error(error), left=_devices_left(error)))
         return 1
 
 
@@ -113,6 +116,13 @@ def _is_worker_error(error: Exception) -> bool:
     from exeplan.runner.engine.executor import WorkerError
 
     return isinstance(error, WorkerError)
+
+
+def _devices_left(error: Exception) -> DevicesLeft | None:
+    """Where a device of this host is lost: the others."""
+    from exeplan.runner.engine.executor import DeviceLostError
+
+    return DevicesLeft(by_node=(error.left,)) if isinstance(error, DeviceLostError) else None
 
 
 class _Inbox:
@@ -165,7 +175,13 @@ def _serve(inbox: _Inbox, send: Callable[[EngineEvent], None]) -> NoReturn:
 
     setup = inbox.take_setup()
     tell = _LoadingReporter(send).tell
-    if launcher := open_launcher(setup, tell):
+    launcher = open_launcher(
+        setup,
+        on_progress=tell,
+        on_left=lambda by_node, silent: send(DevicesLeft(by_node=by_node, silent=silent)),
+        on_back=lambda there: inbox.put(DevicesBack(there=there)),
+    )
+    if launcher:
         inbox.leave = launcher.close
 
     def on_loss() -> None:
@@ -249,6 +265,8 @@ class _EngineLoop:
                 return answer
             case WorkersLost():
                 pass
+            case DevicesBack():
+                return command
             case EngineSetup():
                 raise _out_of_order(command)
             case MessageError():

@@ -76,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replan",
         default="advise",
         metavar="MODE",
-        help="off; advise (default): watch the lengths for drift and propose better plans; auto: adopt them",
+        help="off; advise (default): propose better plans when lengths drift, and plans for the devices left when a "
+        "replica has lost some; auto: adopt them",
     )
     parser.add_argument(
         "--replan-dwell", default="60s", metavar="TIME", help="minimum time between two re-plans (default 60s)"

@@ -96,6 +96,7 @@ def serve(
                 rules=Rules(dwell=options.replan_dwell_seconds),
                 file=options.written_to,
                 model=options.model_dir,
+                follow_devices=limits is None,
                 on_adopted=service.switch_to,
             )
 

@@ -23,17 +23,13 @@ from statistics import fmean, median
 import numpy as np
 
 from benchmarks.lib.record import write_record
-from benchmarks.silicon.disaggregated import _ROWS, DecodeRun, read_decode_runs
+from benchmarks.silicon.disaggregated import ROWS, DecodeRun, cost_of, read_decode_runs
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.cluster import load_cluster
-from exeplan.core.model import load_model_spec
-from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Sharding
 from exeplan.planner.problems.problem import MEMORY_UTILIZATION
 from exeplan.planner.problems.server_layouts import ServerLayout, server_placement
 from exeplan.planner.reports.tables import table
-from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
-from exeplan.profiler.datasheets.engine_constants import load_engine, with_engine
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import kv_capacity_tokens
 from exeplan.simulator.replay import replay
@@ -49,9 +45,9 @@ _COLUMNS = ("lengths", "clients", "servers", *_TTFT, *_TPOT)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="the folder of measured runs")
-    parser.add_argument("--rows", type=Path, help=f"the measured runs (default: {_ROWS} in that folder)")
+    parser.add_argument("--rows", type=Path, help=f"the measured runs (default: {ROWS} in that folder)")
     args = parser.parse_args()
-    runs = [run for run in read_decode_runs(args.rows or args.data / _ROWS)[0] if run.engine == "sglang"]
+    runs = [run for run in read_decode_runs(args.rows or args.data / ROWS)[0] if run.engine == "sglang"]
     rows = [judged(run) for run in runs]
     print(table(_COLUMNS, [tuple(str(row[name]) for name in _COLUMNS) for row in rows]))
     of_lengths = defaultdict(list)
@@ -111,24 +107,11 @@ def _replayed(run: DecodeRun, seed: int) -> tuple[float, float]:
 
 
 @cache
-def _profile(width: int) -> Profile:
-    kernels = profile_from_datasheet(
-        load_model_spec("deepseek-v3"),
-        load_datasheet("h100-80gb"),
-        dtype="fp8",
-        kv_dtype="bfloat16",
-        tensor_parallel_sizes=(width,),
-        passes_over=load_engine("sglang").expert_rows,
-    )
-    return with_engine(kernels, load_engine("sglang"))
-
-
-@cache
 def _cost(num_decode: int) -> CostModel:
     """One server that prefills and so many that decode, of two hosts each."""
     cluster = replace(load_cluster("h100"), num_nodes=2 * (1 + num_decode))
     layout = ServerLayout(prefill=_SERVER, decode=_SERVER, num_prefill=1, num_decode=num_decode)
-    profile = _profile(_SERVER.tensor_parallel_size)
+    profile = cost_of("sglang", _SERVER, replace(cluster, num_nodes=2)).profile
     placement = server_placement(cluster, profile.model, layout)
     assert placement
     return CostModel(profile, placement, cluster)

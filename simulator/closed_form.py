@@ -117,9 +117,15 @@ def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> Ste
 
 
 def estimate(
-    steady: SteadyState, cost: CostModel, bound_metric: str = "p99-length", *, wait: Wait = NO_WAIT
+    steady: SteadyState,
+    cost: CostModel,
+    bound_metric: str = "p99-length",
+    *,
+    wait: Wait = NO_WAIT,
+    memory: float = math.inf,
 ) -> Estimate:
-    """Throughput, latencies and memory of a steady state on a placement, the wait included."""
+    """Throughput, latencies and memory of a steady state on a placement, the wait included; `memory` bytes of each GPU
+    may be taken."""
     return Estimate(
         throughput=float(steady.throughput),
         token_throughput=float(steady.throughput * steady.workload.mean_output),
@@ -129,7 +135,9 @@ def estimate(
         latency_p50=steady.quantile(0.5, wait),
         latency_p99=steady.quantile(0.99, wait),
         kv_tokens=float(steady.kv_tokens),
-        memory_bytes_per_gpu=float(cost.memory.max_bytes(steady.kv_tokens, steady.cycle.prefill_kv_tokens)),
+        memory_bytes_per_gpu=cost.memory.bytes_held(
+            steady.schedule, memory, steady.kv_tokens, steady.cycle.prefill_kv_tokens
+        ),
     )
 
 

@@ -150,13 +150,17 @@ class Profile:
     weight_bytes: int
     """Resident bytes of the weights as the engine holds them."""
     workspace_bytes: int
-    """Peak bytes of activations at the largest measured prefill."""
+    """Kept free on each device besides weights, keys and values: measured, the peak of activations at the largest
+    prefill; with `runtime_bytes`, what that and passes of 8192 tokens take on one device."""
     measurements: tuple[Measurement, ...] = field(repr=False)
     layer_weight_bytes: int | None = None
     """Of them those of a layer, the mean of all, where a checkpoint's layers are quantized and what is around them is
     not; None where all weights are of one dtype."""
     kv_dtype: str | None = None
     """Of keys and values, where it is not the same."""
+    runtime_bytes: int | None = None
+    """What driver and libraries hold on each GPU. Given, plans count what passes take by their tokens and placement
+    (`pass_memory.py`), as exeplan's engine does on a GPU; None: all placements keep `workspace_bytes` free."""
     calibration: float = 1.0
     """Whole steps of the engine over the sum of their parts, both measured in the same minutes; scales predictions."""
     prefill_calibration: float = 1.0
@@ -234,6 +238,7 @@ class Profile:
 
 _OPTIONAL = (
     "layer_weight_bytes",
+    "runtime_bytes",
     "prefill_calibration",
     "kept_rows_calibration",
     "pass_seconds",
@@ -242,6 +247,7 @@ _OPTIONAL = (
     "speed_spread",
     "routing",
 )
+_OPTIONAL_POSITIVE = ("layer_weight_bytes", "runtime_bytes", "kept_rows_calibration")
 _OBJECTS = ("model", "device", "measurements", "reference", "reference_passes", "correction")
 _PROFILE_DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
@@ -324,8 +330,7 @@ def _check_values(profile: Profile, path: Path) -> None:
         "prefill_calibration": profile.prefill_calibration,
         **{name: getattr(device, name) for name in ("memory_bytes", "copy_bytes_per_second", "flops_per_second")},
         "num_threads": device.num_threads,
-        **({} if profile.layer_weight_bytes is None else {"layer_weight_bytes": profile.layer_weight_bytes}),
-        **({} if profile.kept_rows_calibration is None else {"kept_rows_calibration": profile.kept_rows_calibration}),
+        **{name: value for name in _OPTIONAL_POSITIVE if (value := getattr(profile, name)) is not None},
     }
     for name, value in positive.items():
         if not _is_positive(value):

@@ -19,7 +19,7 @@ from exeplan.profiler.measuring.calibrate import FEW_SLOTS, LATER_REQUESTS, Burs
 from exeplan.profiler.measuring.device import raise_ceilings, versions
 from exeplan.profiler.measuring.lint import lint
 from exeplan.profiler.measuring.measure import Rig
-from exeplan.profiler.measuring.memory import peak_bytes
+from exeplan.profiler.measuring.memory import peak_bytes, runtime_bytes
 from exeplan.profiler.measuring.points import Point, Range, Work, first_rows, order
 from exeplan.profiler.measuring.refine import suggest, worst_error
 from exeplan.profiler.measuring.samples import resumed
@@ -229,6 +229,7 @@ class Campaign:
             weight_bytes=self.weight_bytes,
             layer_weight_bytes=self.work.layer_bytes if self.work.spec.quantization else None,
             workspace_bytes=self.workspace_bytes,
+            runtime_bytes=runtime_bytes(self.rig.place),
             measurements=(*self.samples.measurements(), *self.multi_device_rows),
             versions=versions(),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -168,7 +168,7 @@ def build_executor(
 
 def _spec(setup: EngineSetup) -> ModelSpec:
     """The model, with a finite context where its KV cache is measured."""
-    from exeplan.runner.compute.kv_budget import with_finite_context
+    from exeplan.scheduling.largest_passes import with_finite_context
 
     model = setup.model
     spec = model_spec(model.config, name=model.name, directory=Path(model.directory) if model.directory else None)
@@ -200,13 +200,13 @@ def _single_device_executor(
 ) -> "Executor":
     from exeplan.runner.compute.device import local_device
     from exeplan.runner.compute.gpu_memory import measure_kv_budget
-    from exeplan.runner.compute.kv_budget import most_rows
     from exeplan.runner.compute.loading_bar import LoadingBar
     from exeplan.runner.compute.model_runner import ModelRunner
     from exeplan.runner.compute.precision import check_precision
     from exeplan.runner.compute.warm_up import warm_up_runner
     from exeplan.runner.engine.async_executor import AsyncExecutor
     from exeplan.runner.engine.executor import InProcessExecutor
+    from exeplan.scheduling.largest_passes import most_rows
 
     options = setup.engine
     device = local_device(options.device, setup.placement[0].devices[0])

@@ -30,7 +30,6 @@ from exeplan.progress import SILENT, Told
 from exeplan.simulator.breakdown import Breakdown, PhaseTime, break_down
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.memory import memory_bytes
 from exeplan.units import show_seconds
 
 MORE = 0.1
@@ -318,7 +317,7 @@ def _more_memory(explained: _Plan, placed: Sequence[Problem], told: Told) -> Wha
     problem, filled = explained.problem, []
     for one, group in zip(placed, explained.optimum.plan.groups, strict=True):
         steady = steady_state(group.schedule, problem.workload, one.cost)
-        held = memory_bytes(problem.profile, one.cost.placement, steady.kv_tokens, steady.cycle.prefill_kv_tokens)
+        held = one.bytes_held(group.schedule, steady.kv_tokens, steady.cycle.prefill_kv_tokens)
         filled.append((held / problem.memory, steady.cycle.num_seqs / one.max_seqs))
     if max(held for held, _ in filled) >= max(residents for _, residents in filled):
         more = replace(problem, memory=(1 + MORE) * problem.memory)

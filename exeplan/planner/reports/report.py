@@ -111,10 +111,21 @@ def remarks(optimum: Optimum, problem: Problem) -> list[str]:
     unfinished = "the profile is unfinished: run `exeplan profile` on it again for a sharper prediction"
     return [
         *([] if problem.profile.complete else [unfinished]),
+        *_workspace_of(problem.profile),
         *_speed_of(problem.profile, optimum.plan.schedule),
         *([problem.profile.correction.said] if problem.profile.correction else []),
         *(f"beyond the profile: {sentence}" for sentence in optimum.beyond),
         *optimum.unproven,
+    ]
+
+
+def _workspace_of(profile: Profile) -> list[str]:
+    """That one workspace is taken for all passes, where exeplan's engine on a GPU would measure each schedule's."""
+    if profile.engine or profile.device.kind != "cuda" or profile.runtime_bytes is not None:
+        return []
+    return [
+        f"the profile has no runtime_bytes: {show_bytes(profile.workspace_bytes)} of workspace are assumed for all "
+        "passes and placements, and the engine may find another KV cache; make it again with `exeplan profile`"
     ]
 
 

@@ -276,7 +276,7 @@ def test_a_pipeline_that_lost_a_node_goes_on_on_the_other_and_back_when_the_node
 def test_without_the_head_node_requests_are_answered_until_rays_patience_ends_and_the_server_with_it(
     tmp_path: Path, expected: list[list[str]]
 ) -> None:
-    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "20"}
+    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "30"}
     with (
         nodes(1, 1, environment=patience) as cluster,
         serving(tmp_path, PLANS["pp"], "--ray", cluster.address, environment=patience) as server,

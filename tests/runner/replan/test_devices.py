@@ -56,8 +56,8 @@ def setup(plan: Plan) -> EngineSetup:
     return engine_setup(plan, SPEC, dummy_weights=True)
 
 
-async def answer(engine: EngineClient | ReplicaSet, number: int) -> list[int]:
-    """Of one of several requests."""
+async def answer(engine: EngineClient | ReplicaSet, number: int, begun: asyncio.Event) -> list[int]:
+    """Of one of several requests; `begun` is set with its first token."""
     job = engine.reserve(1)
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     prompt = [(11 * number + 7 * i) % 200 for i in range(20)]
@@ -67,6 +67,7 @@ async def answer(engine: EngineClient | ReplicaSet, number: int) -> list[int]:
         while True:
             for event in await job.next_events():
                 tokens += event.token_ids
+                begun.set()
                 if event.finish_reason:
                     return tokens
     finally:
@@ -74,9 +75,10 @@ async def answer(engine: EngineClient | ReplicaSet, number: int) -> list[int]:
 
 
 async def answers(engine: EngineClient | ReplicaSet, meanwhile: Callable[[], None] = lambda: None) -> list[list[int]]:
-    """Of several requests at once; `meanwhile` is called once they run."""
-    asking = [asyncio.create_task(answer(engine, number)) for number in range(3)]
-    await until(lambda: engine.stats.num_running == 3)
+    """Of several requests at once; `meanwhile` is called once they have begun."""
+    begun = [asyncio.Event() for _ in range(3)]
+    asking = [asyncio.create_task(answer(engine, number, one)) for number, one in enumerate(begun)]
+    await until(lambda: all(one.is_set() for one in begun))
     meanwhile()
     return await asyncio.gather(*asking)
 

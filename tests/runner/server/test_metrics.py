@@ -26,7 +26,7 @@ COUNTERS = """num_preemptions_total prompt_tokens_total generation_tokens_total 
 SUMMARIES = "machine_slowness"
 GAUGES = """num_requests_running num_requests_waiting kv_cache_usage_perc
     drift_measure drift_requests drift_bound_share drift_best_gain drift_bound_missed
-    replan_pause_seconds replan_last_seconds replan_proposed
+    replan_pause_seconds replan_last_seconds replan_proposed replan_reduced_replicas replan_reduced_bound_missed
     replicas_wanted replicas_needed replicas_serving replicas_starting replicas_draining arrival_rate
     plan_predicted_throughput plan_predicted_token_throughput plan_predicted_ttft_seconds plan_predicted_tpot_seconds
     plan_predicted_latency_seconds plan_predicted_latency_p50_seconds plan_predicted_latency_p99_seconds

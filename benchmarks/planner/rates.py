@@ -222,7 +222,9 @@ def draw(policy: str, number: int) -> tuple[Problem, Schedule]:
         if placement is None:
             continue
         placed = problem.at(placement)
-        enumerated = module.enumerated(len(placed.cost.decode_stages))
+        stages = len(placed.cost.decode_stages)
+        # As a search at a rate.
+        enumerated = [one for one in module.enumerated(stages) if one.get("micro_batches", 1) <= stages]
         values = dict(enumerated[rng.integers(len(enumerated))])
         for knob in module.knobs(placed.workload, 256):
             shown = np.log([knob.values[0], knob.values[-1]])

@@ -38,8 +38,10 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Batch sizes that the search tries."""
 _DECODES = 24
 """Iterations of a batch that are timed; those between are interpolated."""
-_POINTS = 48
-"""Requests of the largest batch that are told apart; each stands for several of a larger one."""
+_TOLD_APART = 384
+"""Waiting requests that are told apart; each stands for several of more."""
+_QUEUE_LENGTHS = 10
+"""Numbers of waiting requests that are looked at where requests come at a rate."""
 _QUEUES, _SETTLING, _SEEN = 16, 15, 24
 """Queues that are served side by side, and their batches: until they have settled, and those that count."""
 _KINDS = 24
@@ -77,12 +79,23 @@ def starts_together(schedule: Schedule) -> int:
 
 
 def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
-    """Each of the batches that the lengths of a turn are cut into, one after the other.
+    """That of a backlog, and where fewer wait those of their numbers."""
+    most = _lookahead(schedule["batch_size"])
+    numbers = np.unique(np.rint(np.geomspace(1, most, _QUEUE_LENGTHS)).astype(int)).tolist()
+
+    def queued() -> tuple[tuple[int, Steady], ...]:
+        return tuple((number, _steady(schedule, workload, clock, number)) for number in numbers)
+
+    return replace(_steady(schedule, workload, clock, most), queued=queued)
+
+
+def _steady(schedule: Schedule, workload: Workload, clock: Clock, waiting: int) -> Steady:
+    """Each of the batches that so many waiting requests are cut into, one after the other.
 
     A token k comes in one of the batches by their requests that get so far.
     """
     first_tokens = 1 if clock.first_token_from_prefill else 0
-    groups = _groups(workload, schedule["batch_size"], _overhead(schedule), first_tokens)
+    groups = _groups(workload, schedule["batch_size"], _overhead(schedule), waiting, first_tokens)
     points = [np.unique(np.linspace(0, len(g.law.survival) - 1, _DECODES).astype(int)) for g in groups]
     largest = max(range(len(groups)), key=lambda number: groups[number].size * groups[number].tokens)
     cycle = _cycle(groups[largest], points[largest])
@@ -144,10 +157,10 @@ class _Group(NamedTuple):
 
 
 @lru_cache(maxsize=1024)  # A search asks for the same ones on every placement.
-def _groups(workload: Workload, size: int, overhead: int, first_tokens: int) -> tuple[_Group, ...]:
+def _groups(workload: Workload, size: int, overhead: int, waiting: int, first_tokens: int) -> tuple[_Group, ...]:
     """What the waiting requests are cut into, batches of like lengths taken together."""
     prompts = workload.input_law
-    seen = _batches_seen(prompts, size, overhead)
+    seen = _batches_seen(prompts, size, overhead, waiting)
     edges = np.append(0.0, prompts.cdf)
     groups = []
     for part, reached in _kinds(seen):
@@ -190,12 +203,12 @@ def _kinds(seen: _Seen) -> list[tuple[Ints, Floats]]:
     return [(part, np.append(0.0, np.cumsum(own))) for part, own in zip(parts, held, strict=True)]
 
 
-def _batches_seen(prompts: LengthLaw, size: int, overhead: int) -> _Seen:
-    """What next_batch runs of queues of random requests; all of them together are even, so that their mean is the
-    law's."""
-    of_batch = min(size, _POINTS)
-    each = size / of_batch
-    waiting = max(round(_lookahead(size) / each), of_batch)
+def _batches_seen(prompts: LengthLaw, size: int, overhead: int, queue: int) -> _Seen:
+    """What next_batch runs of queues of so many random requests; all of them together are even, so that their mean is
+    the law's."""
+    waiting = min(queue, _TOLD_APART)
+    each = queue / waiting
+    of_batch = min(max(round(size / each), 1), waiting)
     count = waiting + (_SETTLING + _SEEN) * of_batch
     drawn = np.random.default_rng(0).permutation(_QUEUES * count).reshape(_QUEUES, count)
     shares = (drawn + 0.5) / (_QUEUES * count)

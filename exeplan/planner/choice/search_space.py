@@ -84,10 +84,17 @@ class Variant:
 
 
 def variants(problem: Problem, policy: Policy) -> Iterator[Variant]:
-    """Every variant of a policy; none where the cluster is too small for the policy."""
+    """Every variant of a policy; none where the cluster is too small for the policy.
+
+    At a rate no more micro-batches than stages: with few requests those beyond stay empty, and with more than fit into
+    one a stage times jump as another comes into use, which the closed form takes as gradual.
+    """
     for placement, layout in _placements(problem, policy).items():
         placed = problem.at(placement) if problem.cluster else problem
-        for values in policy.enumerated(len(placed.cost.decode_stages)):
+        stages = len(placed.cost.decode_stages)
+        for values in policy.enumerated(stages):
+            if problem.arrivals and values.get("micro_batches", 1) > stages:
+                continue
             yield Variant(problem=placed, enumerated=values, layout=layout)
 
 

@@ -8,8 +8,8 @@ The chain of q is solved as it is, no state left out but those too rare to count
 or where their stream is more or less variable negative binomial or binomial, by Panjer's recursion. Sources: Bailey, On
 queueing processes with bulk service (1954); Neuts, A general class of bulk queues with Poisson input (1967).
 
-Where k(q) of them enter and not the first ones, the waits are the same in the mean, and those of one request spread
-evenly over as many batches as all that wait are.
+Where k(q) of them enter and not the first ones, waits are the same in the mean, and each of the batches that follow may
+be that of a request, until it is the oldest.
 
 Used for batches that run to completion, for prefills with a stage of their own, and for the cycles of `rra`. Not here:
 what is served (`at_rate.py`).
@@ -29,8 +29,10 @@ _UNSEEN = 1e-7
 """Chance of states that are left out of what requests meet."""
 _MOMENTS = 6
 """Points of the time between two openings at which an arrival is looked at."""
-_PLACES = 4
-"""Points of the batches among which a request is that does not come first."""
+_PLACES = 8
+"""Points of the number of batches that a request waits for which need not come first."""
+_TURNS = 1.5
+"""Of as many batches as all that wait are: after these at most a request is the oldest, whose batch it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +137,16 @@ def _met(left: Floats, shut: Floats, chance: Floats, *, rate: float, cycle: floa
 def _met_by_chance(
     levels: Floats, left: Floats, enter: Floats, shut: Floats, chance: Floats, *, rate: float, cycle: float
 ) -> dict[str, Floats]:
-    """The same where a request is in any of the batches of those that wait; `together` are these, itself included."""
+    """The same where each batch takes a request as likely as any other, or the oldest; `together` are those that wait,
+    itself included."""
     some = chance > _UNSEEN
     held, often = shut[some, :, None, None], chance[some, None, None, None]
     share = (np.arange(_MOMENTS)[:, None] + 0.5) / _MOMENTS
     place = (np.arange(_PLACES) + 0.5) / _PLACES
     waiting = np.minimum(left[some, None, None, None] + rate * held * share + 1, levels[-1])
-    batches = np.maximum(waiting / np.interp(waiting, levels[1:], enter[1:]), 1.0)
-    waits = held * (1 - share) + np.floor(place * batches) * np.interp(waiting, levels[1:], shut[1:].mean(axis=1))
+    batches = np.maximum(waiting / np.interp(waiting, levels[1:], enter[1:]), 1.0 + 1e-9)
+    before = np.floor(np.minimum(np.log(1.0 - place) / np.log(1.0 - 1.0 / batches), _TURNS * batches))
+    waits = held * (1 - share) + before * np.interp(waiting, levels[1:], shut[1:].mean(axis=1))
     weights = often * held / cycle / _MOMENTS / _PLACES / shut.shape[1] + 0.0 * waits
     total = float(weights.sum() + chance[0] / rate / cycle)
     return {

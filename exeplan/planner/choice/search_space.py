@@ -36,7 +36,7 @@ _AROUND = 16
 """How many values below and above those of the best point are all tried, where throughput falls on the way up."""
 _SLACK = 0.02
 """A variant that misses a limit, or the best throughput, by less than this may still contain the winner."""
-Outcomes = dict[Hashable, Outcome]
+Outcomes = dict[tuple[Hashable, ...], Outcome]
 """Of the schedules evaluated for one request, by law, placement and variables."""
 
 

@@ -14,6 +14,7 @@ from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible
+from exeplan.planner.choice.candidates import candidate, candidates
 from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.choice.search_space import Outcomes, Variant, concave_ceiling, search_variants, variants
 from exeplan.planner.problems.problem import Problem, make_problem
@@ -205,6 +206,16 @@ def test_encoder_and_decoder_layers_are_apart_where_some_stages_only_prefill(t5:
         ("prefill", False, True),
         ("decode", True, False),
     }
+
+
+def test_what_searches_of_other_processes_evaluated_is_not_evaluated_again(opt: Profile) -> None:
+    problem, outcomes = replace(asked(opt, A40.part(2), 10.0), one_pipeline=True), Outcomes()
+    found = candidates(problem, {2: problem}, ("orca", "rra"), "branch-and-bound", outcomes=outcomes)
+    evaluated = len(outcomes)
+    assert evaluated > 0
+    again = candidate(problem, "orca", "branch-and-bound", outcomes=outcomes)
+    assert (again.schedule, again.estimate) == (found[2, "orca"].schedule, found[2, "orca"].estimate)
+    assert len(outcomes) == evaluated
 
 
 def test_at_a_rate_no_more_micro_batches_than_stages_are_searched(opt: Profile) -> None:

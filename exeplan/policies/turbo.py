@@ -43,7 +43,9 @@ _TOLD_APART = 384
 _QUEUE_LENGTHS = 10
 """Numbers of waiting requests that are looked at where requests come at a rate."""
 _QUEUES, _SETTLING, _SEEN = 16, 15, 24
-"""Queues that are served side by side, and their batches: until they have settled, and those that count."""
+"""Queues that are served side by side at least, and their batches: until they have settled, and those that count."""
+_TOGETHER = 6144
+"""Requests that wait in all queues together, at least: what batches of a few differ by, one with another, is large."""
 _KINDS = 24
 """Most kinds of batches that are timed."""
 _OF_A_BIN = 50
@@ -209,13 +211,14 @@ def _batches_seen(prompts: LengthLaw, size: int, overhead: int, queue: int) -> _
     waiting = min(queue, _TOLD_APART)
     each = queue / waiting
     of_batch = min(max(round(size / each), 1), waiting)
+    queues = max(_TOGETHER // waiting, _QUEUES)
     count = waiting + (_SETTLING + _SEEN) * of_batch
-    drawn = np.random.default_rng(0).permutation(_QUEUES * count).reshape(_QUEUES, count)
-    shares = (drawn + 0.5) / (_QUEUES * count)
+    drawn = np.random.default_rng(0).permutation(queues * count).reshape(queues, count)
+    shares = (drawn + 0.5) / (queues * count)
     lengths = prompts.quantiles(shares)
     # In order of arrival, which decides between equal lengths.
-    numbers = np.tile(np.arange(waiting), (_QUEUES, 1))
-    following = np.full((_QUEUES, 1), waiting)
+    numbers = np.tile(np.arange(waiting), (queues, 1))
+    following = np.full((queues, 1), waiting)
     sizes, longest, members = [], [], []
     for turn in range(_SETTLING + _SEEN):
         order = np.argsort(np.take_along_axis(lengths, numbers, axis=1), axis=1, kind="stable")

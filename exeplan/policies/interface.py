@@ -105,6 +105,9 @@ class Steady:
     arriving: "Callable[[float], tuple[tuple[Schedule, Steady], ...]] | None" = None
     """Steady states when requests come at a rate, with rising numbers that begin together, each with its schedule; None
     where those of smaller batches under a backlog stand for them."""
+    queued: "Callable[[], tuple[tuple[int, Steady], ...]] | None" = None
+    """Steady states by how many wait whenever a batch begins, rising, the last one for any more: of a policy that takes
+    some of them, and not the first ones. None where all that wait begin together, as far as they fit."""
 
 
 class Queue(Protocol):

@@ -43,7 +43,7 @@ _AROUND = 16
 """How many values below and above those of the best point are all tried, where throughput falls on the way up."""
 _SLACK = 0.02
 """A variant that misses a limit, or the best throughput, by less than this may still contain the winner."""
-Outcomes = dict[Hashable, Outcome]
+Outcomes = dict[tuple[Hashable, ...], Outcome]
 """Of the schedules evaluated for one request, by law, placement and variables."""
 
 
@@ -91,10 +91,17 @@ class Variant:
 
 
 def variants(problem: Problem, policy: Policy) -> Iterator[Variant]:
-    """Every variant of a policy; none where the cluster is too small for the policy."""
+    """Every variant of a policy; none where the cluster is too small for the policy.
+
+    At a rate no more micro-batches than stages: with few requests those beyond stay empty, and with more than fit into
+    one a stage times jump as another comes into use, which the closed form takes as gradual.
+    """
     for placement, layout in _placements(problem, policy).items():
         placed = problem.at(placement) if problem.cluster else problem
+        stages = len(placed.cost.decode_stages)
         for values in _enumerated(policy, placed):
+            if problem.arrivals and values.get("micro_batches", 1) > stages:
+                continue
             yield Variant(problem=placed, enumerated=values, layout=layout)
 
 

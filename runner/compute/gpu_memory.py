@@ -22,6 +22,7 @@ from exeplan.runner.compute.kv_budget import (
     largest_pass,
     most_rows,
     num_kv_blocks,
+    rows_of_pass,
 )
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.warm_up import tune_kernels
@@ -141,7 +142,7 @@ def logits_bytes(runner: ModelRunner, schedule: Schedule) -> int:
     """Of the logits `[B, V]`, float32, which all captured decode iterations of the last stage share."""
     if runner.kernels is None or not runner.shard.last:
         return 0
-    return -(-most_rows(schedule) // schedule.num_micro_batches) * runner.spec.vocab_size * 4
+    return rows_of_pass(schedule) * runner.spec.vocab_size * 4
 
 
 def run_passes(runner: ModelRunner, num_tokens: int, num_seqs: int) -> None:

@@ -85,6 +85,11 @@ def most_rows(schedule: Schedule) -> int:
     return _UNLIMITED_DECODE_ROWS if rows is None else rows
 
 
+def rows_of_pass(schedule: Schedule) -> int:
+    """Sequences of the largest decode pass of one micro-batch."""
+    return -(-most_rows(schedule) // schedule.num_micro_batches)
+
+
 def smallest_budget(budgets: Iterable[KVBudget]) -> KVBudget | None:
     """What fits on each of several devices; None where none was measured."""
     found = list(budgets)

@@ -33,7 +33,7 @@ from exeplan.runner.compute.device import local_device
 from exeplan.runner.compute.device_sampling import DeviceSamples, sample_on_device
 from exeplan.runner.compute.encoder import num_encoder_tokens
 from exeplan.runner.compute.gpu_memory import measure_kv_budget
-from exeplan.runner.compute.kv_budget import most_rows, with_finite_context
+from exeplan.runner.compute.kv_budget import rows_of_pass, with_finite_context
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.precision import check_precision
@@ -44,6 +44,7 @@ from exeplan.runner.compute.structures import Masks, Structures
 from exeplan.runner.compute.warm_up import warm_up_runner
 from exeplan.runner.distributed.batch_messages import Mirror, token_messages
 from exeplan.runner.distributed.completion import Completion
+from exeplan.runner.distributed.fed_tokens import FedTokens
 from exeplan.runner.distributed.kv_transfer import Expected, PassingCache, Receiver, Sender, Wire
 from exeplan.runner.distributed.links import HiddenLinks, connect, neighbours, seat_of, tensor_parallel_group
 from exeplan.runner.engine.executor import sampled_requests
@@ -248,10 +249,11 @@ class Worker:
             else:
                 self._receiver = Receiver(self._spec, placement, seat, wire, self._runner)
                 self._receiver.start(self._report_received, reports.fail)
+        self._fed: FedTokens | None = None
+        """Where the next batch is launched before the tokens of this one are known."""
         if self._runner.kernels is not None:
-            schedule = setup.schedule
-            rows = -(-most_rows(schedule) // schedule.num_micro_batches)
-            warm_up_runner(self._runner, rows, phase=stage.phase)
+            self._fed = FedTokens(placement, seat, setup.schedule, self._runner, group)
+            warm_up_runner(self._runner, rows_of_pass(setup.schedule), phase=stage.phase)
         if self._sender:
             self._runner.use_cache(cast(KVCache, PassingCache(device, self._sender.put_layer)))
             self._sender.start(reports.fail)
@@ -282,17 +284,23 @@ class Worker:
         self._take_outstanding(command.encoded, as_requests(batch.decode))
         rows = as_requests(batch.prefill + batch.decode)
         hidden_NE = self._links.receive(self._runner.num_tokens(batch))
+        prev_rows = self._fed.prev_rows(rows) if self._fed else {}
         begun = self._completion.begin()
         chooses = self._last and self._leads
-        sampled = sampled_requests(batch, self._spec) if chooses else ()
-        masks = self._structures.begin(sampled)
+        sampled = sampled_requests(batch, self._spec)
+        masks = self._structures.begin(sampled if chooses else ())
         token_ids = {row.request_id: row.token_ids for row in rows}
-        out = self._runner.forward(batch, token_ids, hidden_NE, reported=reported(batch))
+        out = self._runner.forward(batch, token_ids, hidden_NE, prev_rows=prev_rows, reported=reported(batch))
         tokens: Callable[[], list[SampledTokenOf]] = list
+        token_R: Tensor | None = None
         if chooses:
-            tokens = self._choose(out, sampled, masks(), keep_parts(batch, self._runner.prompt_parts))
+            tokens, token_R = self._choose(out, sampled, masks(), keep_parts(batch, self._runner.prompt_parts))
         elif not self._last:
             self._links.send(out)
+        elif self._runner.chosen is not None and all(row.plain for row in sampled):
+            token_R = self._runner.chosen[0]
+        if self._fed:
+            self._fed.pass_on(sampled, token_R)
         self._pass_on(command.number, batch)
         if self._leads:
             self._completion.end(
@@ -304,17 +312,20 @@ class Worker:
 
     def _choose(
         self, logits_RV: Tensor, rows: tuple[RequestState, ...], masks: Masks, prompts: Whole
-    ) -> Callable[[], list[SampledTokenOf]]:
-        """A token for each row. Where kernels run, the device is waited for only when the tokens are asked for."""
+    ) -> tuple[Callable[[], list[SampledTokenOf]], Tensor | None]:
+        """A token for each row. Where kernels run, the device is waited for only when the tokens are asked for; there
+        the tokens on the device, too."""
         names = [row.request_id for row in rows]
         if self._runner.kernels is None:
             sampled = sample(logits_RV, rows, masks)
-            return lambda: token_messages(with_prompts(dict(zip(names, sampled, strict=True)), prompts))
+            return lambda: token_messages(with_prompts(dict(zip(names, sampled, strict=True)), prompts)), None
         if self._runner.chosen is not None and all(row.plain for row in rows):  # A graph has chosen them.
             picked = DeviceSamples(*self._runner.chosen, None)
         else:
-            picked = sample_on_device(logits_RV, rows, self._runner.kernels, masks=masks)
-        return lambda: token_messages(with_prompts(dict(zip(names, picked.to_host(), strict=True)), prompts))
+            positions = [row.num_output_tokens for row in rows]
+            picked = sample_on_device(logits_RV, rows, self._runner.kernels, positions=positions, masks=masks)
+        found = lambda: token_messages(with_prompts(dict(zip(names, picked.to_host(), strict=True)), prompts))  # noqa: E731
+        return found, picked.token_R
 
     def _pass_on(self, number: int, batch: Batch) -> None:
         """What a prefill leaves for later: an encoder's output for all stages."""

@@ -45,8 +45,8 @@ from exeplan.runner.compute.warm_up import warm_up_runner
 from exeplan.runner.distributed.batch_messages import Mirror, token_messages
 from exeplan.runner.distributed.completion import Completion
 from exeplan.runner.distributed.fed_tokens import FedTokens
-from exeplan.runner.distributed.kv_transfer import Expected, PassingCache, Receiver, Sender, Wire
-from exeplan.runner.distributed.links import HiddenLinks, connect, neighbours, seat_of, tensor_parallel_group
+from exeplan.runner.distributed.kv_transfer import Expected, PassingCache, Receiver, Sender, Wire, transfer_pairs
+from exeplan.runner.distributed.links import HiddenLinks, Seat, connect, neighbours, seat_of, tensor_parallel_group
 from exeplan.runner.engine.executor import sampled_requests
 from exeplan.runner.engine.kv_regions import restore_regions, save_regions
 from exeplan.runner.engine.reported_prompts import Whole, keep_parts, reported, with_prompts
@@ -217,6 +217,12 @@ class Worker:
             timeout=timeout,
             encodes=self._spec.is_encoder_decoder,
         )
+        # All groups are made before the memory is measured: NCCL takes some for each.
+        self._fed: FedTokens | None = None
+        """Where the next batch is launched before the tokens of this one are known."""
+        if self._runner.kernels is not None:
+            self._fed = FedTokens(placement, seat, setup.schedule, self._runner, group)
+        wire = self._wire(command, seat) if stage.phase else None
         self.capacity: KVCapacity | None = None
         if stage.phase != "prefill" and (
             budget := measure_kv_budget(self._runner, setup.schedule, setup.gpu_memory_utilization)
@@ -238,10 +244,7 @@ class Worker:
         """The last batch of these; what was received of later ones waits for their turn."""
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        if stage.phase:
-            gloo = dist.new_group(range(num_ranks), backend="gloo")
-            assert isinstance(gloo, dist.ProcessGroup)
-            wire = Wire(seat.rank, gloo, command.links, timeout=timeout)
+        if wire:
             if stage.phase == "prefill":
                 self._sender = Sender(self._spec, placement, seat, wire, device)
                 # No rank expects keys and values of the warm-up.
@@ -249,14 +252,20 @@ class Worker:
             else:
                 self._receiver = Receiver(self._spec, placement, seat, wire, self._runner)
                 self._receiver.start(self._report_received, reports.fail)
-        self._fed: FedTokens | None = None
-        """Where the next batch is launched before the tokens of this one are known."""
         if self._runner.kernels is not None:
-            self._fed = FedTokens(placement, seat, setup.schedule, self._runner, group)
             warm_up_runner(self._runner, rows_of_pass(setup.schedule), phase=stage.phase)
         if self._sender:
             self._runner.use_cache(cast(KVCache, PassingCache(device, self._sender.put_layer)))
             self._sender.start(reports.fail)
+
+    def _wire(self, command: WorkerSetup, seat: Seat) -> Wire:
+        """Between stages that prefill and stages that decode."""
+        setup, placement = command.setup, command.setup.placement
+        gloo = dist.new_group(range(sum(stage.tensor_parallel_size for stage in placement)), backend="gloo")
+        assert isinstance(gloo, dist.ProcessGroup)
+        pairs = sorted(transfer_pairs(self._spec, placement)) if self._runner.device.type == "cuda" else ()
+        devices = {pair: cast(dist.ProcessGroup, dist.new_group(pair)) for pair in pairs}
+        return Wire(seat.rank, gloo, command.links, timeout=setup.deadline_seconds, devices=devices)
 
     @torch.inference_mode()
     def take(self, command: WorkerCommand) -> None:

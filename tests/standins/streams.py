@@ -157,7 +157,7 @@ class Event:
 
     machine: "Machine"
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.clock: Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:

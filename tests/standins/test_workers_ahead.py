@@ -1,4 +1,4 @@
-"""Workers run batches whose input tokens the engine does not know: the same tokens and passes; faults are found."""
+"""Workers run batches whose input tokens the engine does not know: the same tokens; faults are found."""
 
 import contextlib
 from collections import Counter
@@ -70,7 +70,7 @@ def tokens_of(executor, schedule, coming) -> dict[str, list[int]]:
 class Served:
     """What workers on stand-ins made of a load."""
 
-    def __init__(self, patch, family, widths, schedule, coming, *, ahead=True, patience=20.0) -> None:
+    def __init__(self, patch, family, widths, schedule, coming, *, patience=20.0) -> None:
         self.passes: list[tuple[str, list[str], list[str]]] = []
         self.num_ahead = 0
         spec, phases = SPECS[family], ("",) if schedule.policy[:3] != "waa" else ("prefill", "decode")
@@ -82,7 +82,6 @@ class Served:
         with stand_in(threaded=threaded) as self.machine, stand_in_for_nccl(patch, patience=patience) as fabric:
             launcher = ThreadLauncher(fabric, self.machine)
             with contextlib.closing(MultiprocessExecutor(spec, setup, launcher=launcher)) as executor:
-                executor.async_scheduling &= ahead
                 self._watch(executor, patch)
                 self.tokens = tokens_of(executor, schedule, coming)
 
@@ -111,18 +110,6 @@ def test_tokens_are_those_of_an_engine_that_waits_for_each(family, kind, policy,
     assert found.tokens == tokens_of(alone, Schedule("orca", {"max_num_seqs": 4}), coming)
     assert found.num_ahead > 0
     assert not {"to device, pageable", "to host, pageable"} & set(found.machine.copies)
-
-
-@pytest.mark.parametrize("policy", ["static", "orca", "rra", "chunked"])
-def test_passes_are_those_of_an_engine_that_waits_for_each(policy, monkeypatch):
-    """So that the replay, which knows nothing of scheduling ahead, has them too."""
-    greedy = KINDS[:1]
-    with monkeypatch.context() as patch:
-        waiting = Served(patch, "llama", WIDTHS["pp2"], schedule_of(policy, "pp2"), requests(9, greedy), ahead=False)
-    ahead = Served(monkeypatch, "llama", WIDTHS["pp2"], schedule_of(policy, "pp2"), requests(9, greedy))
-    assert (waiting.num_ahead, waiting.tokens) == (0, ahead.tokens)
-    assert ahead.num_ahead > len(ahead.passes) // 3
-    assert ahead.passes == waiting.passes
 
 
 LAUNCHES = {"tp2": 2 * 4 + 2, "pp2": 2 * 4 + 2 + 7}

@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exeplan.core.schedule import Placement, Schedule
-from exeplan.runner.compute.kv_budget import rows_of_pass
 from exeplan.runner.compute.model_runner import PREV_TOKENS, ModelRunner
 from exeplan.runner.compute.shard import Group
 from exeplan.runner.distributed.links import Seat, neighbours, stage_ranks
 from exeplan.runner.engine.requests import RequestState
+from exeplan.scheduling.largest_passes import captured_rows
 
 _SENDS_KEPT = 16
 
 
 def most_fed(schedule: Schedule) -> int:
     """Tokens of one batch that are kept: only a batch that samples no more can be followed before they are known."""
-    return max(PREV_TOKENS, rows_of_pass(schedule))
+    return max(PREV_TOKENS, captured_rows(schedule))
 
 
 def most_in_flight(num_stages: int, num_micro_batches: int) -> int:

@@ -293,7 +293,9 @@ class Machine:
         """The allocator may hand it out again, for work on its own stream from now on."""
         with self.lock:
             assert memory.home is not None
-            clock = joined(joined(memory.home.clock, self.known), dict.fromkeys(memory.spared, 2**62))
+            # Whatever thread lets go of it last, others have done so when they knew what they know.
+            known = functools.reduce(joined, self._known.values(), memory.home.clock)
+            clock = joined(known, dict.fromkeys(memory.spared, 2**62))
             if found := memory.conflict(slice(None), clock, write=True):
                 self.errors.append(
                     OrderError(f"memory of {memory.name}, of {memory.home}, is freed while it may still be {found}")

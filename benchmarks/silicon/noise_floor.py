@@ -208,8 +208,9 @@ def _tally(cases: Sequence[Case], margin: float) -> Tally:
 
 
 def _with_errors(cases: Sequence[Case], common: float, single: float) -> list[Case]:
-    draw, found = np.random.default_rng(0), []
-    for own, _ in cases * _DRAWS:
+    draw = np.random.default_rng(0)
+    found: list[Case] = []
+    for own, _ in list(cases) * _DRAWS:
         of_groups = [(group, common * draw.normal()) for group in groups(own)]
         times = {s.row: s.row.e2e * float(np.exp(off + single * draw.normal())) for g, off in of_groups for s in g}
         found.append((own, times))

@@ -916,6 +916,15 @@ def through_vllm_summary(record: Record) -> str:
     return "; ".join([said, kept, gains, minutes])
 
 
+def disaggregated_errors(record: Record) -> str:
+    """Of all runs; the protocol stands in the page's sentence."""
+    errors = {name: percent(value / 100) for name, value in record["errors"]["all"].items()}
+    return (
+        f"TTFT {errors['TTFT mean']} off in the mean (median {errors['TTFT median']}), TPOT {errors['TPOT mean']} "
+        f"({errors['TPOT median']}), {len(record['rows'])} runs"
+    )
+
+
 FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "planner-policies": {"plans": best_plans},
     "search": {"optima": searched("rows"), "evaluations": evaluations},
@@ -946,6 +955,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "through-vllm": {"cases": through_vllm, "summary": through_vllm_summary},
     "vllm-plugin": {"runs": vllm_plugin},
     "vllm-watch": {"summary": vllm_watch},
+    "silicon-servers": {"errors": disaggregated_errors},
     "kills": {
         "kills": lambda record: str(sum(plan["kills"] for plan in record["plans"])),
         "answers": answers,

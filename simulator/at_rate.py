@@ -111,7 +111,7 @@ def estimate_at_rate(
     """
     full = points[-1]
     if full.steady.arriving is not None:
-        points = [SteadyState(s, full.workload, at, full.num_ranks) for s, at in full.steady.arriving(arrivals.rate)]
+        points = [SteadyState(s, full.workload, at, full.num_caches) for s, at in full.steady.arriving(arrivals.rate)]
     if _is_gated(full):
         points = _by_size(points)
         mix = _through_gate(points, arrivals, cost, apart=full.steady.arriving is not None)

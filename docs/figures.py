@@ -571,6 +571,28 @@ def pooling_medians(record: Record) -> str:
     return "\n".join(lines)
 
 
+def noise_floor(record: Record) -> str:
+    """TTFT, TPOT and end to end by deployment."""
+    header = ("deployment", "runs", "noise, %", "interpolated by the others, %", "one correction of all, %")
+    medians = [" / ".join(f"{100 * value:.1f}" for value in errors.values()) for errors in record["medians"].values()]
+    body = [tuple(row.values()) for row in record["floor"]]
+    return rows(header, [*body, ("median", "", *medians)])
+
+
+def noise_floor_picks(record: Record) -> str:
+    """Without a margin, and with the least one for all cases with which one pick in a hundred breaks."""
+    header = (
+        "predicted by",
+        "broke the bound",
+        "throughput kept, mean",
+        "within 5 % of the best",
+        "least margin",
+        "broke it then",
+        "kept then",
+    )
+    return rows(header, [(name, *cells) for name, _, *cells in (row.values() for row in record["picks"])])
+
+
 def a100_errors(stack: str) -> Callable[[Record], str]:
     def made(record: Record) -> str:
         row = next(
@@ -927,6 +949,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     },
     "silicon": {"errors": silicon_errors, "picks": silicon_picks},
     "silicon-pooling": {"medians": pooling_medians, "sentence": pooling_sentence},
+    "silicon-noise-floor": {"floor": noise_floor, "picks": noise_floor_picks},
     "a100": {"distserve": a100_errors("distserve"), "splitwise": a100_errors("splitwise")},
     "engine-throughput": {"rates": engine_rates, "runs": engine_runs, "same": engine_same},
     "through-vllm": {"cases": through_vllm, "summary": through_vllm_summary},

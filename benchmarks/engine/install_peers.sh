@@ -15,7 +15,7 @@ for peer in "${@:-openvino ctranslate2 vllm}"; do
         python3 -m venv "$folder/$one"
         # shellcheck disable=SC2086 # One word a package.
         "$folder/$one/bin/pip" install --quiet $packages
-        # optimum-intel brings it, text needs it not, and where it is not built for that torch its import fails.
-        [ "$one" != openvino ] || "$folder/$one/bin/pip" uninstall --quiet --yes torchvision
+        # Text needs them not, and where they are not built for the torch that came along, their import fails.
+        [ "$one" = ctranslate2 ] || "$folder/$one/bin/pip" uninstall --quiet --yes torchvision torchaudio
     done
 done

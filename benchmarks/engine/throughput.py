@@ -238,8 +238,9 @@ def _report(
             rows.append((f"{workload} {engine}", f"{medians[engine]:.0f}", f"{100 * spread:.0f} %", ratio, same))
     print()
     print(table(("", "tok/CPU-s", "spread", "exeplan is x times", "same tokens"), rows))
-    name = "engine-throughput" if shape == "llama-50m" else f"engine-throughput-{shape}"
-    print(f"\nrecord: {write_record(name, {'shape': shape, 'rates': rates, 'rows': rows})}")
+    suffix = "" if shape == "llama-50m" else f"-{shape}"
+    body = {"shape": shape, "rates": rates, "rows": rows}
+    print(f"\nrecord: {write_record(f'engine-throughput{suffix}', body)}")
 
 
 def _same(ours: list[list[int]] | None, theirs: list[list[int]]) -> str:

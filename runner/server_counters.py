@@ -7,7 +7,7 @@ SGLang 0.5 `srt/metrics/collector.py`, and `runner/server/metrics.py`.
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,36 @@ class ServerRun:
     output_tokens: int
     ttft: float
     latency: float
+    num_reference_passes: int = 0
+    """Of a server with `--watch-speed`."""
+    slowness: float = 1.0
+    """How many times as long passes took as while the plan's profile was measured, in the mean of these."""
+    reference_seconds: float = 0.0
+    """What they took."""
+
+    @property
+    def speed(self) -> str:
+        """What the reference passes say of the machine."""
+        return (
+            f"by {self.num_reference_passes} reference passes the server took {self.slowness:.2f} times as long as "
+            "while the profile was measured, other processes on its cores included"
+        )
+
+    def at_profile_speed(self, records: "Sequence[RequestRecord]", *, num_engines: int) -> "list[RequestRecord]":
+        """The records of a backlog on engines of the speed that they had while they were profiled, reference passes
+        left out: all times by one factor, as the server tells the mean alone."""
+        began = min(record.arrival for record in records)
+        seconds = max(record.token_times[-1] for record in records if record.token_times) - began
+        factor = (1 - self.reference_seconds / (num_engines * seconds)) / self.slowness
+        return [
+            replace(
+                record,
+                arrival=began + factor * (record.arrival - began),
+                start=began + factor * (record.start - began),
+                token_times=tuple(began + factor * (time - began) for time in record.token_times),
+            )
+            for record in records
+        ]
 
     def disagreements(self, records: "Sequence[RequestRecord]") -> list[str]:
         """Sentences on numbers that are not those of the requests that a client sent."""
@@ -50,7 +80,10 @@ class ServerRun:
 
 
 def read_counters(url: str, headers: Mapping[str, str], tls_ca: Path | None = None) -> Mapping[str, float] | None:
-    """The sums of all families that a run is told by, without prefix; None of a server that shows no such metrics."""
+    """The sums of all families that a run is told by, without prefix; None of a server that shows no such metrics.
+
+    Those of `--watch-speed` only where the server has them.
+    """
     try:
         families = scrape(f"{url.rstrip('/')}/metrics", headers, tls_ca)
     except (OSError, ValueError):
@@ -59,13 +92,14 @@ def read_counters(url: str, headers: Mapping[str, str], tls_ca: Path | None = No
     for family in families:
         for sample in family.samples:
             prefix, _, name = sample.name.partition(":")
-            if name in _NAMES and not math.isnan(sample.value):
+            if name in (*_NAMES, *_SPEED) and not math.isnan(sample.value):
                 found[prefix][name] += sample.value
-    whole = [found[prefix] for prefix in PREFIXES if set(found[prefix]) == _NAMES]
+    whole = [found[prefix] for prefix in PREFIXES if set(found[prefix]) >= _NAMES]
     return whole[0] if whole else None
 
 
 _NAMES = {*_TOKENS, *(f"{name}_{part}" for name in _TIMES.values() for part in ("sum", "count"))}
+_SPEED = ("machine_slowness_count", "machine_slowness_sum", "reference_pass_seconds_total")
 
 
 def between(before: Mapping[str, float], after: Mapping[str, float]) -> ServerRun | None:
@@ -76,4 +110,13 @@ def between(before: Mapping[str, float], after: Mapping[str, float]) -> ServerRu
         return None
     means = {name: more[f"{family}_sum"] / (more[f"{family}_count"] or math.nan) for name, family in _TIMES.items()}
     prompt_tokens, output_tokens = (round(more[family]) for family in _TOKENS)
-    return ServerRun(requests=round(more[count]), prompt_tokens=prompt_tokens, output_tokens=output_tokens, **means)
+    passes, slowness, spent = (after.get(name, 0.0) - before.get(name, 0.0) for name in _SPEED)
+    return ServerRun(
+        requests=round(more[count]),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        **means,
+        num_reference_passes=round(passes),
+        slowness=slowness / passes if passes else 1.0,
+        reference_seconds=spent,
+    )

@@ -32,6 +32,7 @@ keeps the bounds, too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import NormalDist
 
 import numpy as np
@@ -95,7 +96,13 @@ class _Mix:
 
 
 def estimate_at_rate(
-    points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel, metric: str, *, bounds: Sequence[Bound] = ()
+    points: Sequence[SteadyState],
+    arrivals: Arrivals,
+    cost: CostModel,
+    metric: str,
+    *,
+    bounds: Sequence[Bound] = (),
+    memory: float = inf,
 ) -> Estimate:
     """The Estimate of a schedule under arrivals; `points` are its steady states with rising batches, the last one full.
 
@@ -121,7 +128,7 @@ def estimate_at_rate(
     kv_tokens = min(kv_tokens, full.kv_tokens)
     share = share_of_requests(metric)
     at_rate = replace(
-        estimate(full, cost, metric),
+        estimate(full, cost, metric, memory=memory),
         throughput=arrivals.rate,
         token_throughput=arrivals.rate * full.workload.mean_output,
         ttft=ttft,
@@ -132,7 +139,7 @@ def estimate_at_rate(
         latency_p50=_quantile(points, mix.met, 0.5),
         latency_p99=_quantile(points, mix.met, 0.99),
         kv_tokens=kv_tokens,
-        memory_bytes_per_gpu=float(cost.memory.max_bytes(kv_tokens, full.cycle.prefill_kv_tokens)),
+        memory_bytes_per_gpu=cost.memory.bytes_held(full.schedule, memory, kv_tokens, full.cycle.prefill_kv_tokens),
     )
     if not targets_of(bounds):
         return at_rate

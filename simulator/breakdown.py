@@ -70,7 +70,10 @@ class Breakdown:
 
 
 def break_down(cost: CostModel, run: Callable[[CostModel], Run], *, backlog: bool = True) -> Breakdown:
-    """Splits the time of `run`, a replay on the cost model that it is given; `backlog` as for `summarize`."""
+    """Splits the time of `run`, a replay on the cost model that it is given; `backlog` as for `summarize`.
+
+    `cost` is that of the policy which is replayed (`CostModel.for_policy`).
+    """
     meter = _Meter(cost)
     done = run(meter)
     opens, closes = window(done.requests, backlog)

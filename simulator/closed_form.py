@@ -111,14 +111,21 @@ def deadline_factors(workload: Workload, metric: str) -> Floats:
 
 def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> SteadyState:
     """The steady state of a schedule under a backlog of this workload."""
-    steady = load_policy(schedule.policy).steady_state(schedule, workload, cost)
+    policy = load_policy(schedule.policy)
+    steady = policy.steady_state(schedule, workload, cost.for_policy(policy))
     return SteadyState(schedule, workload, steady, cost.num_ranks)
 
 
 def estimate(
-    steady: SteadyState, cost: CostModel, bound_metric: str = "p99-length", *, wait: Wait = NO_WAIT
+    steady: SteadyState,
+    cost: CostModel,
+    bound_metric: str = "p99-length",
+    *,
+    wait: Wait = NO_WAIT,
+    memory: float = math.inf,
 ) -> Estimate:
-    """Throughput, latencies and memory of a steady state on a placement, the wait included."""
+    """Throughput, latencies and memory of a steady state on a placement, the wait included; `memory` bytes of each GPU
+    may be taken."""
     return Estimate(
         throughput=float(steady.throughput),
         token_throughput=float(steady.throughput * steady.workload.mean_output),
@@ -128,7 +135,9 @@ def estimate(
         latency_p50=steady.quantile(0.5, wait),
         latency_p99=steady.quantile(0.99, wait),
         kv_tokens=float(steady.kv_tokens),
-        memory_bytes_per_gpu=float(cost.memory.max_bytes(steady.kv_tokens, steady.cycle.prefill_kv_tokens)),
+        memory_bytes_per_gpu=cost.memory.bytes_held(
+            steady.schedule, memory, steady.kv_tokens, steady.cycle.prefill_kv_tokens
+        ),
     )
 
 

@@ -25,10 +25,10 @@ from exeplan.core.handover import num_receivers, pieces
 from exeplan.core.layer_costs import handover_bytes_per_token, num_all_reduces
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement, Sharding
-from exeplan.policies.interface import Cycle
+from exeplan.policies.interface import Cycle, Policy
 from exeplan.simulator.curves import Curve
 from exeplan.simulator.passes import Passes, PassSeconds, RankPasses, host_seconds
-from exeplan.simulator.placement_timings import PlacementTimings, StageKind
+from exeplan.simulator.placement_timings import PlacementTimings, StageKind, SumsOver
 from exeplan.simulator.ranks import RankLoad, rank_loads
 from exeplan.simulator.timings import Shard, Timings, prompt_points
 
@@ -53,6 +53,11 @@ class CostModel(PlacementTimings):
         self._send_seconds = {link: _of_one(curve) for link, curve in self.sends.items()}
         self._distinct_kinds = list({id(kind): kind for kind in self.kinds}.values())
         self._kinds_of = {phase: self.of_phase(phase) for phase in {kind.phase for kind in self.kinds}}
+
+    def for_policy(self, policy: Policy) -> "CostModel":
+        """The cost model of what a policy runs: one that keeps finished rows changes its batches less often."""
+        timings = self.timings.of_kept_rows if policy.KEEPS_FINISHED_ROWS else self.timings
+        return self if timings is self.timings else CostModel(timings, self.placement, self.cluster)
 
     def seconds(self, cycle: Cycle) -> Floats:
         """Each expected pass of a steady cycle on each stage, [stages, passes], given that it occurs."""
@@ -121,7 +126,7 @@ class CostModel(PlacementTimings):
         late = later = 0.0
         for number in reversed(self.prefill_stages):
             kind = self.kinds[number]
-            layer = self._layer_seconds(kind.size, kind.all_reduce, num_tokens, 0.0)[0]
+            layer = self._layer_seconds(kind.sums, num_tokens, 0.0)[0]
             late = max(late, self._sent_late(number, num_tokens, layer, send) - later)
             later += kind.layers * layer
         return late
@@ -208,7 +213,7 @@ class CostModel(PlacementTimings):
         host = max(self._host_seconds(load.rows, load.prefills) for load in loads)
         seconds = {}
         for kind in self._distinct_kinds:
-            shard, link = self.shards[kind.size], (kind.size, kind.all_reduce)
+            shard, link = self.shards[kind.size], kind.sums
             sums, reduce = num_all_reduces(self.spec), self._all_reduce_seconds.get(link)
             layer = 0.0
             for load in loads:
@@ -237,12 +242,12 @@ class CostModel(PlacementTimings):
     ) -> list[tuple[StageKind, float]]:
         """Seconds of a pass on each kind of stage, without the attention."""
         host = self._host_seconds(rows, prefills)
-        layers: dict[tuple[Sharding, str], tuple[float, float]] = {}
+        layers: dict[SumsOver, tuple[float, float]] = {}
         seconds = []
         for kind in {id(kind): kind for kind in kinds}.values():
-            link = kind.size, kind.all_reduce
+            link = kind.sums
             if link not in layers:
-                layers[link] = self._layer_seconds(*link, prompts, rows)
+                layers[link] = self._layer_seconds(link, prompts, rows)
             decoder, encoder = layers[link]
             around = self._around_seconds(kind, prompts, rows, prefills)
             seconds.append((kind, host + kind.layers * decoder + kind.encoder_layers * encoder + around))
@@ -255,9 +260,9 @@ class CostModel(PlacementTimings):
             seconds += max(self.prefill_overhead.at(prefills) - self.overhead.at(prefills), 0.0)
         return seconds
 
-    def _layer_seconds(self, size: Sharding, link: str, prompts: float, rows: float) -> tuple[float, float]:
+    def _layer_seconds(self, sums_over: SumsOver, prompts: float, rows: float) -> tuple[float, float]:
         """Products and all-reduces of a decoder and of an encoder layer; the former has all where there is no other."""
-        rest, reduce = self.shards[size].rest, self._all_reduce_seconds.get((size, link))
+        rest, reduce = self.shards[sums_over[0]].rest, self._all_reduce_seconds.get(sums_over)
 
         def seconds(phase: str, tokens: float, num_sums: int) -> float:
             if not tokens:

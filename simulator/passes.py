@@ -11,7 +11,7 @@ from exeplan.arrays import Floats
 from exeplan.core.layer_costs import num_all_reduces
 from exeplan.core.schedule import Sharding
 from exeplan.policies.interface import Cycle
-from exeplan.simulator.placement_timings import PlacementTimings, StageKind
+from exeplan.simulator.placement_timings import PlacementTimings, StageKind, SumsOver
 from exeplan.simulator.ranks import FullestRank
 from exeplan.simulator.timings import Shard, prompt_points
 
@@ -72,7 +72,7 @@ class PassSeconds:
 
     def __init__(self, cost: PlacementTimings, size: Sharding, passes: Passes) -> None:
         self.cost, self.shard, self.passes = cost, cost.shards[size], passes
-        self._layers: dict[tuple[Sharding, str], tuple[Floats, Floats]] = {}
+        self._layers: dict[SumsOver, tuple[Floats, Floats]] = {}
         self._sends: dict[str, Floats] = {}
         shard, p = self.shard, passes
         attends = np.where(p.rows > 0, shard.decode_attention(p.rows, p.context), 0.0)
@@ -87,7 +87,7 @@ class PassSeconds:
     def stage_seconds(self, kind: StageKind) -> Floats:
         """On a stage of this kind; 0 for passes of the other phase where phases have stages of their own."""
         p = self.passes
-        link = (kind.size, kind.all_reduce)
+        link = kind.sums
         if link not in self._layers:
             self._layers[link] = self._layer_seconds(link)
         decoder, encoder = self._layers[link]
@@ -118,7 +118,7 @@ class PassSeconds:
             out[p.some] = np.maximum(whole, alone)
         return out
 
-    def _layer_seconds(self, link: tuple[Sharding, str]) -> tuple[Floats, Floats]:
+    def _layer_seconds(self, link: SumsOver) -> tuple[Floats, Floats]:
         """One decoder and one encoder layer with their all-reduces."""
         reduce, spec, p = self.cost.all_reduces.get(link), self.cost.spec, self.passes
         if reduce is None:
@@ -155,7 +155,7 @@ class RankPasses:
     def stage_seconds(self, kind: StageKind) -> Floats:
         """On a stage of this kind, host apart."""
         p, load, shard = self.passes, self.load, self.cost.shards[kind.size]
-        reduce, sums = self.cost.all_reduces.get((kind.size, kind.all_reduce)), num_all_reduces(self.cost.spec)
+        reduce, sums = self.cost.all_reduces.get(kind.sums), num_all_reduces(self.cost.spec)
 
         def own(tokens: Floats, phase: str) -> Floats:
             """Products and sums of a rank's own tokens."""

@@ -18,6 +18,9 @@ from exeplan.errors import InputError
 from exeplan.simulator.memory import PlacementMemory
 from exeplan.simulator.timings import Timings
 
+SumsOver = tuple[Sharding, str, int]
+"""Sharding, link and nodes of a stage that sums over its devices."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
@@ -31,10 +34,17 @@ class StageKind:
     phase: str
     all_reduce: str
     """`intra`, `inter`, or '' for a stage of one device."""
+    nodes: int
+    """Those that have equally many of a rank's devices; 1 where it is spread unevenly."""
     send: str
     """The link to the next stage, '' for the last one."""
     near: float = 1.0
     """Of what a device sends to others' experts, the share that stays in its node: of the device with the least."""
+
+    @property
+    def sums(self) -> SumsOver:
+        """What the time of its all-reduces depends on."""
+        return self.size, self.all_reduce, self.nodes
 
 
 class PlacementTimings:
@@ -66,7 +76,7 @@ class PlacementTimings:
         self.kinds = [one_object.setdefault(kind, kind) for kind in kinds]
         """Of each stage; equal ones are the same object."""
         self.all_reduces = {
-            (k.size, k.all_reduce): self._all_reduce_curve(k.size.tensor_parallel_size, k.all_reduce)
+            k.sums: self._all_reduce_curve(k.size.tensor_parallel_size, k.all_reduce, k.nodes)
             for k in self.kinds
             if k.all_reduce
         }
@@ -95,9 +105,17 @@ class PlacementTimings:
             last=last,
             phase=stage.phase,
             all_reduce=self.link(rank) if len(rank) > 1 else "",
+            nodes=self._even_nodes(rank),
             send="" if last else self.link((stage.devices[-1], self.placement[number + 1].devices[0])),
             near=self._near(stage) if stage.data_parallel_size > 1 else 1.0,
         )
+
+    def _even_nodes(self, devices: tuple[int, ...]) -> int:
+        """Nodes that each have equally many of these devices; 1 where they have not."""
+        if self.cluster is None:
+            return 1
+        by_node = Counter(self.cluster.node_of(device) for device in devices)
+        return len(by_node) if len(set(by_node.values())) == 1 else 1
 
     def _near(self, stage: Stage) -> float:
         if self.cluster is None:
@@ -133,7 +151,25 @@ class PlacementTimings:
         """`intra` where these devices are in one node, else `inter`."""
         return "intra" if self.cluster is None or self.cluster.same_node(devices) else "inter"
 
-    def _all_reduce_curve(self, size: int, link: str) -> Callable[[Floats | float], Floats]:
+    def _all_reduce_curve(self, size: int, link: str, nodes: int) -> Callable[[Floats | float], Floats]:
+        """As the profile has it; otherwise as one ring or, where GPUs have adapters of their own and it is faster, by
+        parts: summed and scattered within each node, each part summed across nodes, and gathered within."""
+        whole = self._ring_curve(size, link)
+        if self.cluster is None or nodes == 1 or self.timings.all_reduce(size, link) is not None:
+            return whole
+        each = size // nodes
+        parts = each * self.cluster.adapters_per_node / self.cluster.gpus_per_node
+        if parts <= 1:
+            return whole
+        within, across = self._ring_curve(each, "intra"), self._ring_curve(nodes, "inter")
+
+        def seconds(size_bytes: Floats | float) -> Floats:
+            by_parts = within(size_bytes) + across(np.asarray(size_bytes) / parts)
+            return np.minimum(whole(size_bytes), by_parts)
+
+        return seconds
+
+    def _ring_curve(self, size: int, link: str) -> Callable[[Floats | float], Floats]:
         if (timed := self.timings.all_reduce(size, link)) is not None:
             return timed
         if self.cluster is None:

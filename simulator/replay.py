@@ -21,6 +21,7 @@ from exeplan.core.batch import BLOCK_SIZE, Batch
 from exeplan.core.metrics import Requests
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
+from exeplan.policies import load_policy
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.lockstep import LockstepScheduler, Row
 from exeplan.simulator.run import Run, RunLog
@@ -97,8 +98,8 @@ class EngineReplay:
     def __init__(
         self, schedule: Schedule, cost: CostModel, incoming: Incoming, *, num_blocks: int, record_passes: bool
     ) -> None:
-        self.cost, self.incoming = cost, incoming
-        self.pipelines = [_Pipeline(cost, phase, number) for number, phase in enumerate(_phases(cost))]
+        self.cost, self.incoming = cost.for_policy(load_policy(schedule.policy)), incoming
+        self.pipelines = [_Pipeline(self.cost, phase, number) for number, phase in enumerate(_phases(cost))]
         self.log = RunLog(
             tuple(p.stages for p in self.pipelines),
             has_leads=cost.first_token_from_prefill,

@@ -5,7 +5,7 @@ Between measured points times are interpolated (`curves.py`). Not here: what a s
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
@@ -91,6 +91,15 @@ class Timings:
         self.all_reduce = cache(self._all_reduce)
         self.all_to_all = cache(self._all_to_all)
         self.send = cache(self._send)
+
+    @cached_property
+    def of_kept_rows(self) -> "Timings":
+        """Of passes that keep their rows until all are done; these where the profile does not tell them apart."""
+        profile, factor = self.profile, self.profile.kept_rows_calibration
+        if factor is None:
+            return self
+        prefills = profile.prefill_calibration * profile.calibration / factor
+        return Timings(replace(profile, calibration=factor, prefill_calibration=prefills, kept_rows_calibration=None))
 
     def _shard(self, sharding: Sharding, multi_device: bool = False) -> Shard:
         slower = self.slowdown(sharding.num_devices) if multi_device else 1.0

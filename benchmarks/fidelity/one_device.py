@@ -7,7 +7,8 @@ Each round profiles the model anew, plans every policy for every workload and bo
 in slices of load, in the order A B C C B A (`runner/fidelity/interleaved.py`). A prediction is the replay of just the
 requests of its slices. Errors are given as measured, and at the speed that the machine had while it was profiled, which
 reference passes between the engine's own tell. With --http the best plan of each workload and bound is also served, and
-played by a load generator in a process of its own, whose CPU time is told; those figures are as measured only.
+played by a load generator in a process of its own, whose CPU time is told; its figures at profiling speed are by the
+server's mean slowness (`exeplan serve --watch-speed`).
 
 Printed and recorded: for each case predicted, measured and both errors; their medians over cases with a bootstrap
 interval, and the worst; bounds kept with a Wilson interval; throughput times latency, which the machine's speed does
@@ -157,7 +158,7 @@ def _over_http(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.yaml"
         save_plan(replace(best.plan, workload=workload, profile=str(profile), fit_context=True), file)
-        with served(file, "--replan", "off", "--max-queue", str(_MAX_QUEUE)) as server:
+        with served(file, "--replan", "off", "--max-queue", str(_MAX_QUEUE), "--watch-speed") as server:
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             command = ["bench", str(file), "--url", server.url, "--duration", f"{2 * args.seconds}s", "--json"]
             answer = subprocess.run(
@@ -165,7 +166,8 @@ def _over_http(
             )
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
     body = json.loads(answer.stdout)
-    figures = {kind: {name: body[kind][name] for name in _FIGURES} for kind in ("replay", "measured")}
+    kinds = {"replay": "replay", "measured": "measured", "at_profile_speed": "measured_at_profile_speed"}
+    figures = {kind: {name: body[key][name] for name in _FIGURES} for kind, key in kinds.items()}
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {best.plan.schedule.policy: {"http": {**figures, "client_cpu_seconds": seconds}}}
 

@@ -28,18 +28,18 @@ from statistics import fmean, median
 
 from benchmarks.lib.record import write_record
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.cluster import load_cluster
+from exeplan.core.cluster import Cluster, load_cluster
 from exeplan.core.model import load_model_spec
 from exeplan.core.schedule import Sharding, Stage
 from exeplan.planner.problems.layouts import show_sharding
 from exeplan.planner.reports.tables import table
-from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.profiler.datasheets.engine_constants import load_engine, with_engine
 from exeplan.simulator.cost import CostModel
 
-_ROWS = "end_to_end_moe_h100_h200.csv.gz"
+ROWS = "end_to_end_moe_h100_h200.csv.gz"
 _TEP, _DEP, _TP = Sharding(16, 1, 16), Sharding(1, 16, 16), Sharding(16)
-_LAYOUTS: Mapping[tuple[str, int, int], Mapping[int, tuple[int, Sharding]]] = {
+LAYOUTS: Mapping[tuple[str, int, int], Mapping[int, tuple[int, Sharding]]] = {
     ("trtllm", 1024, 1024): {
         **dict.fromkeys((6, 9, 30, 60), (3, _TEP)),
         **dict.fromkeys((231, 462, 924, 1845), (3, _DEP)),
@@ -84,9 +84,9 @@ class DecodeRun:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="the folder of measured runs")
-    parser.add_argument("--rows", type=Path, help=f"the measured runs (default: {_ROWS} in that folder)")
+    parser.add_argument("--rows", type=Path, help=f"the measured runs (default: {ROWS} in that folder)")
     args = parser.parse_args()
-    runs, num_others = read_decode_runs(args.rows or args.data / _ROWS)
+    runs, num_others = read_decode_runs(args.rows or args.data / ROWS)
     found = [_judged(run) for run in runs]
     print(table(_COLUMNS, [tuple(str(one[name]) for name in _COLUMNS) for one in found]))
     groups: dict[str, list[float]] = defaultdict(list)
@@ -119,7 +119,7 @@ def _without_speculation(
     by_load: Mapping[tuple[str, int, int, int], set[tuple[float, float]]],
 ) -> Iterator[DecodeRun]:
     for (engine, prompt, answer, clients), measured in sorted(by_load.items()):
-        times, layout = sorted(measured), _LAYOUTS.get((engine, prompt, answer), {}).get(clients)
+        times, layout = sorted(measured), LAYOUTS.get((engine, prompt, answer), {}).get(clients)
         apart = len(times) > 1 and times[-1][0] > _APART * times[0][0]
         if layout and (apart or (engine, prompt, clients) in _ONLY_WITHOUT):
             yield DecodeRun(
@@ -159,7 +159,9 @@ def _pass_seconds(run: DecodeRun, rows: float) -> float:
 @cache
 def _pass_of(engine: str, sharding: Sharding, lengths: tuple[int, int], rows: int) -> float:
     """Of rows halfway through their answers; ranks have as many, or one more."""
-    cost, tokens = _cost(engine, sharding), lengths[0] + lengths[1] // 2
+    cluster = load_cluster("h100")
+    cluster = replace(cluster, num_nodes=-(-sharding.num_devices // cluster.gpus_per_node))
+    cost, tokens = cost_of(engine, sharding, cluster), lengths[0] + lengths[1] // 2
     batch = Batch(
         decode=tuple(
             SequenceState(
@@ -177,12 +179,11 @@ def _pass_of(engine: str, sharding: Sharding, lengths: tuple[int, int], rows: in
 
 
 @cache
-def _cost(engine: str, sharding: Sharding) -> CostModel:
-    cluster = load_cluster("h100")
-    cluster = replace(cluster, num_nodes=-(-sharding.num_devices // cluster.gpus_per_node))
+def cost_of(engine: str, sharding: Sharding, cluster: Cluster) -> CostModel:
+    """Of DeepSeek-R1's sizes on one worker of H100s."""
     kernels = profile_from_datasheet(
         load_model_spec("deepseek-v3"),
-        load_datasheet("h100-80gb"),
+        with_links(load_datasheet("h100-80gb"), cluster),
         dtype="fp8",
         kv_dtype="bfloat16" if engine == "sglang" else "fp8",
         tensor_parallel_sizes=(sharding.tensor_parallel_size,),

@@ -139,8 +139,11 @@ def _bench_plan(args: argparse.Namespace) -> int:
     summary = partial(summarize, p99_output=p99, bounds=bounds, backlog=load.backlog)
     split = _Split.of(shared, prediction, plan, summary) if shared and load.backlog else None
     client = _Client.of(records, counted) if args.url else None
-    _print(args, plan, workload, load, measured=measured, replayed=replayed, split=split, client=client)
-    if split is None and not args.json:
+    even = None
+    if counted and counted.num_reference_passes and load.backlog:
+        even = summary(counted.at_profile_speed(records, num_engines=plan.num_replicas))
+    _print(args, plan, workload, load, measured=measured, replayed=replayed, split=split, client=client, even=even)
+    if split is None and even is None and not args.json:
         print(f"\nno figures at the speed of the profile: {_why_no_split(shared)}")
     return 0
 
@@ -214,14 +217,14 @@ def _one_thread(plan: "Plan") -> bool:
 
 
 def _why_no_reference(plan: "Plan") -> str:
-    from exeplan.runner.compute.reference_passes import why_none
+    from exeplan.core.machine_speed import why_none
 
     return why_none(plan.device or "cpu") or "the profile has no reference passes; profile again"
 
 
 def _why_no_split(run: "EngineRun | None") -> str:
     if run is None:
-        return "the engine is the server's, and runs no reference passes"
+        return "the engine is the server's, which runs reference passes with `exeplan serve --watch-speed`"
     slowness = ""
     if run.speed and run.speed.samples:
         number, mean = len(run.speed.samples), run.speed.mean
@@ -372,7 +375,9 @@ def _print(
     replayed: "Estimate | None",
     split: "_Split | None" = None,
     client: _Client | None = None,
+    even: "Estimate | None" = None,
 ) -> None:
+    """`even` is what was measured on a server, at the speed of the profile."""
     from exeplan.core.plan import as_json
     from exeplan.planner.reports.tables import evidence_rows, json_line, notes_on, predicted_and_measured
 
@@ -380,6 +385,8 @@ def _print(
     if args.json:
         body = as_json(plan) if plan else {}
         estimates = {"replay": replayed, "measured": measured, **_other_clocks(split)}
+        if even:
+            estimates["measured_at_profile_speed"] = even
         shown = {name: e.to_dict() if e else None for name, e in estimates.items()}
         passes = asdict(split.passes) if split and split.passes else None
         more = {"passes": passes, "speed": split.speed if split else None, "evidence": evidence_rows(**estimates)}
@@ -394,6 +401,9 @@ def _print(
         print(notes)
     if client:
         print(client)
+    if even and client and client.server:
+        print(f"\n{client.server.speed}; at the speed that the machine had while it was profiled:\n")
+        print(predicted_and_measured(predicted=predicted, replay=replayed, measured=even))
     if split:
         _print_split(split, predicted=predicted, replayed=replayed, measured=measured)
 

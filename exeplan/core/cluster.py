@@ -3,6 +3,7 @@
     device: a40-48gb          # what profiles and datasheets call it
     nodes: 6
     gpus_per_node: 8
+    adapters_per_node: 1      # network adapters of a node, which its GPUs share evenly; 1 where it is left out
     memory: 48GB              # of one GPU
     intra: {bandwidth: 25GB, latency: 10us}    # one direction, a second, between two GPUs of a node
     inter: {bandwidth: 12.5GB, latency: 15us}  # between nodes, for one GPU
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
@@ -27,14 +28,15 @@ class ClusterFile(TypedDict):
     device: str
     nodes: int
     gpus_per_node: int
+    adapters_per_node: NotRequired[int]
     memory: str | int
     intra: Mapping[str, Any]
     inter: Mapping[str, Any]
     source: NotRequired[str]
 
 
-_FIELDS = tuple(name for name in ClusterFile.__annotations__ if name != "source")
-_COUNTS: tuple[Literal["nodes", "gpus_per_node"], ...] = ("nodes", "gpus_per_node")
+_OPTIONAL = ("adapters_per_node", "source")
+_FIELDS = tuple(name for name in ClusterFile.__annotations__ if name not in _OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,9 @@ class Cluster:
     """Of one GPU."""
     intra: Link
     inter: Link
+    """Of one adapter of a node to one of another."""
+    adapters_per_node: int = 1
+    """Network adapters of a node, which its GPUs share evenly."""
     reference: str | None = field(default=None, compare=False, repr=False)
     """What a plan names it by: a file or a shipped name; None for one that was made in memory."""
 
@@ -82,7 +87,9 @@ class Cluster:
         if not 1 <= num_gpus <= self.num_gpus:
             raise InputError(f"cluster {self.name} has {self.num_gpus} GPUs, not {num_gpus}")
         if num_gpus <= self.gpus_per_node:
-            return replace(self, num_nodes=1, gpus_per_node=num_gpus)
+            return replace(
+                self, num_nodes=1, gpus_per_node=num_gpus, adapters_per_node=min(self.adapters_per_node, num_gpus)
+            )
         if num_gpus % self.gpus_per_node:
             raise InputError(
                 f"{num_gpus} GPUs of cluster {self.name} are neither part of a node nor whole nodes of "
@@ -104,21 +111,26 @@ def load_cluster(cluster: str) -> Cluster:
 
 
 def _cluster(found: Mapping[str, Any], name: str) -> Cluster:
-    if odd := sorted(map(str, (set(found) - {"source"}) ^ set(_FIELDS))):
+    if odd := sorted(map(str, (set(found) - set(_OPTIONAL)) ^ set(_FIELDS))):
         raise InputError(f"cluster '{name}' must have exactly {', '.join(_FIELDS)}; look at {', '.join(odd)}")
     body = cast(ClusterFile, found)
     if not isinstance(body["device"], str):
         raise InputError(f"cluster '{name}': device must be a name, found {body['device']!r}")
-    for count in _COUNTS:
-        if type(body[count]) is not int or not 1 <= body[count] <= 100_000:
-            raise InputError(
-                f"cluster '{name}': {count} must be a whole number from 1 to 100000, found {body[count]!r}"
-            )
+    counts = {count: found.get(count, 1) for count in ("nodes", "gpus_per_node", "adapters_per_node")}
+    for count, value in counts.items():
+        if type(value) is not int or not 1 <= value <= 100_000:
+            raise InputError(f"cluster '{name}': {count} must be a whole number from 1 to 100000, found {value!r}")
+    if counts["adapters_per_node"] > counts["gpus_per_node"]:
+        raise InputError(
+            f"cluster '{name}': adapters_per_node may be at most gpus_per_node, {counts['gpus_per_node']}, found "
+            f"{counts['adapters_per_node']}: a GPU has one at most, whose speed is that of inter"
+        )
     return Cluster(
         name=name,
         device=body["device"],
         num_nodes=body["nodes"],
         gpus_per_node=body["gpus_per_node"],
+        adapters_per_node=counts["adapters_per_node"],
         memory_bytes=num_bytes(str(body["memory"]), f"cluster '{name}': memory"),
         intra=_link(body["intra"], f"cluster '{name}': intra"),
         inter=_link(body["inter"], f"cluster '{name}': inter"),

@@ -106,6 +106,11 @@ class MachineSpeed:
         return _running_mean(self._logs)
 
 
+def why_none(device: str) -> str:
+    """Why a run has no reference passes; '' where it may have them."""
+    return "" if device == "cpu" else f"reference passes are not run on {device}: they would wait for queued passes"
+
+
 def slowness_between(passes: Sequence[ReferencePass], others: Sequence[ReferencePass]) -> float:
     """How much slower the engine's passes were while the other reference passes were timed; 1 without any."""
     logs = [math.log(b.seconds / a.seconds) for a, b in zip(passes, others, strict=True)]

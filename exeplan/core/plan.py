@@ -24,6 +24,7 @@ from exeplan.core.schedule import (
     ReplicaGroup,
     Schedule,
     Stage,
+    moved,
 )
 from exeplan.core.uneven_routing import check_uneven
 from exeplan.errors import InputError
@@ -179,6 +180,38 @@ def with_group(plan: Plan, number: int, found: Plan) -> Plan:
         capacity=capacity,
     )
     return replace(plan, more_replicas=(*plan.more_replicas[: number - 1], group, *plan.more_replicas[number:]))
+
+
+def with_replica(plan: Plan, number: int, found: Plan) -> Plan:
+    """The plan with the schedule and placement of a plan of that one replica; `number` is its place among all replicas.
+
+    All keep their places and first devices. Figures and headroom are those of the plan as it was.
+    """
+    groups: list[ReplicaGroup] = []
+    for group in plan.groups:
+        at, firsts = number - sum(one.num_replicas for one in groups), group.first_devices
+        if not 0 <= at < len(firsts):
+            groups.append(group)
+            continue
+        own = ReplicaGroup(
+            schedule=found.schedule,
+            placement=moved(found.placement, -firsts[at]),
+            first_devices=(firsts[at],),
+            kv_cache_tokens=found.kv_cache_tokens,
+            capacity=found.capacity,
+        )
+        before, after = (replace(group, first_devices=part) for part in (firsts[:at], firsts[at + 1 :]))
+        groups += [one for one in (before, own, after) if one.num_replicas]
+    first, *more = groups
+    return replace(
+        plan,
+        schedule=first.schedule,
+        placement=first.placement,
+        replicas=first.first_devices,
+        kv_cache_tokens=first.kv_cache_tokens,
+        capacity=first.capacity,
+        more_replicas=tuple(more),
+    )
 
 
 def save_plan(plan: Plan, path: Path) -> None:

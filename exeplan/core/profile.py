@@ -150,21 +150,30 @@ class Profile:
     weight_bytes: int
     """Resident bytes of the weights as the engine holds them."""
     workspace_bytes: int
-    """Peak bytes of activations at the largest measured prefill."""
+    """Kept free on each device besides weights, keys and values: measured, the peak of activations at the largest
+    prefill; with `runtime_bytes`, what that and passes of 8192 tokens take on one device."""
     measurements: tuple[Measurement, ...] = field(repr=False)
     layer_weight_bytes: int | None = None
     """Of them those of a layer, the mean of all, where a checkpoint's layers are quantized and what is around them is
     not; None where all weights are of one dtype."""
     kv_dtype: str | None = None
     """Of keys and values, where it is not the same."""
+    runtime_bytes: int | None = None
+    """What driver and libraries hold on each GPU. Given, plans count what passes take by their tokens and placement
+    (`pass_memory.py`), as exeplan's engine does on a GPU; None: all placements keep `workspace_bytes` free."""
     calibration: float = 1.0
     """Whole steps of the engine over the sum of their parts, both measured in the same minutes; scales predictions."""
     prefill_calibration: float = 1.0
     """The same of what prefills add to their passes, over that; 1 where the steps do not show that they differ."""
+    kept_rows_calibration: float | None = None
+    """`calibration` of passes that decode the same rows until all are done, finished ones too; None where it is the
+    same."""
     pass_seconds: float = 0.0
     """What a step takes beside its parts, whatever it computes, before `calibration`; 0 where the steps show none."""
     calibration_error: float = 0.0
     """The standard error of `calibration`, relative."""
+    kept_rows_error: float = 0.0
+    """That of `kept_rows_calibration`."""
     reference_passes: tuple[ReferencePass, ...] = field(default=(), repr=False)
     """What the machine's speed is told by; () where it was not watched."""
     speed_spread: float = 0.0
@@ -187,6 +196,10 @@ class Profile:
         """The serving engine whose times these are; '' of kernels alone and of exeplan's own engine."""
         before, _, name = self.source.rpartition(" with ")
         return name if before else ""
+
+    def error_of(self, *, keeps_finished_rows: bool) -> float:
+        """The standard error of whole steps over their parts, relative, for a policy that keeps its rows or not."""
+        return self.kept_rows_error if keeps_finished_rows and self.kept_rows_calibration else self.calibration_error
 
     @property
     def cache_dtype(self) -> str:
@@ -217,6 +230,7 @@ class Profile:
         body += [self.kv_dtype] if self.kv_dtype else []
         body += [self.layer_weight_bytes] if self.layer_weight_bytes else []
         body += [self.prefill_calibration] if self.prefill_calibration != 1.0 else []
+        body += [f"{self.kept_rows_calibration} of kept rows"] if self.kept_rows_calibration else []
         body += [f"{self.pass_seconds} a pass"] if self.pass_seconds else []
         body += [asdict(self.correction)] if self.correction else []
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
@@ -224,12 +238,16 @@ class Profile:
 
 _OPTIONAL = (
     "layer_weight_bytes",
+    "runtime_bytes",
     "prefill_calibration",
+    "kept_rows_calibration",
     "pass_seconds",
     "calibration_error",
+    "kept_rows_error",
     "speed_spread",
     "routing",
 )
+_OPTIONAL_POSITIVE = ("layer_weight_bytes", "runtime_bytes", "kept_rows_calibration")
 _OBJECTS = ("model", "device", "measurements", "reference", "reference_passes", "correction")
 _PROFILE_DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
@@ -312,7 +330,7 @@ def _check_values(profile: Profile, path: Path) -> None:
         "prefill_calibration": profile.prefill_calibration,
         **{name: getattr(device, name) for name in ("memory_bytes", "copy_bytes_per_second", "flops_per_second")},
         "num_threads": device.num_threads,
-        **({} if profile.layer_weight_bytes is None else {"layer_weight_bytes": profile.layer_weight_bytes}),
+        **{name: value for name in _OPTIONAL_POSITIVE if (value := getattr(profile, name)) is not None},
     }
     for name, value in positive.items():
         if not _is_positive(value):
@@ -350,7 +368,7 @@ def _check_reference_passes(profile: Profile, path: Path) -> None:
             raise InputError(f"{path}: reference pass {index} has seconds {one.seconds!r}, not a positive number")
         if isinstance(one.error, bool) or not isinstance(one.error, int | float) or not one.error >= 0:
             raise InputError(f"{path}: reference pass {index} has the error {one.error!r}, not a number of at least 0")
-    for name in ("speed_spread", "calibration_error", "pass_seconds"):
+    for name in ("speed_spread", "calibration_error", "kept_rows_error", "pass_seconds"):
         value = getattr(profile, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
             raise InputError(f"{path}: {name} must be a number of at least 0, found {value!r}")

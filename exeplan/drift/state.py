@@ -97,7 +97,7 @@ class Replanned:
     seconds: float
     """When, on the service's clock."""
     source: str
-    """`drift`, or the operator's `signal` or `request`."""
+    """`drift`, `devices` that were lost or came back, or the operator's `signal` or `request`."""
     reason: str
     plan: Plan
     old: Estimate | None
@@ -113,6 +113,18 @@ class Replanned:
     """Requests that were prefilled again."""
     num_carried: int = 0
     """Requests whose keys and values moved to other workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewerDevices:
+    """Replicas that have lost devices."""
+
+    num_replicas: int
+    """Those that run a plan for the devices left; the others wait for theirs."""
+    missed: float
+    """The widest of the bounds that these keep, over the service's own; 1 where all keep those."""
+    verdict: str
+    """In words, of every replica that has lost devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +144,8 @@ class ReplanState:
     """The last re-plan that was adopted."""
     proposed: Replanned | None = None
     """A plan that awaits adoption or veto."""
+    devices: FewerDevices | None = None
+    """None while all replicas have theirs."""
     veto: str = ""
     """Why the last better or proposed plan was not adopted."""
     error: str = ""
@@ -160,5 +174,7 @@ def summary(state: ReplanState) -> Mapping[str, float]:
         "replan_pause_seconds": state.last.pause_seconds if state.last else None,
         "replan_last_seconds": state.last.seconds if state.last else None,
         "replan_proposed": float(state.proposed is not None),
+        "replan_reduced_replicas": float(state.devices.num_replicas if state.devices else 0),
+        "replan_reduced_bound_missed": state.devices.missed if state.devices and state.devices.num_replicas else None,
     }
     return {name: float(value) for name, value in found.items() if value is not None}

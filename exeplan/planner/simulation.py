@@ -227,8 +227,9 @@ def _replayed(
         whole = replace(problems[0], arrivals=request.arrivals)
         run, replayed = routed_estimate(whole, groups, plan.router, seed=seed, num_requests=num_requests)
         firsts = [sum(group.num_replicas for group in plan.groups[:number]) for number in range(len(groups))]
-        parts = zip(problems, (run.replicas[first] for first in firsts), strict=True)
-        return run, replayed, [arrived_estimate(one, part.requests, [part], [one]) for one, part in parts]
+        parts = zip(groups, (run.replicas[first] for first in firsts), strict=True)
+        alone = [arrived_estimate(one, part.requests, [part], [(one, group.schedule)]) for (one, group), part in parts]
+        return run, replayed, alone
     runs = [
         replay_estimate(one, group.schedule, seed=seed, num_requests=num_requests, kv_tokens=group.kv_cache_tokens)
         for one, group in groups

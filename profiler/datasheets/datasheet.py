@@ -9,8 +9,9 @@ experts are whole, and the busiest device's are timed (`core/sparse_layers.py`, 
 attention is as measured where the sheet names a table of such kernels (`latent_kernels.py`), unless a constant of
 attention's roofline is overridden. No communication is in a layer's rows. Not here: whether a plan fits the memory.
 
-`workspace_bytes` is the sheet's `runtime_memory`, the activations of a pass of 8192 tokens (residual stream, norm, and
-the wider of queries/keys/values and MLP) and float32 logits of 256 rows.
+`workspace_bytes` is the sheet's `runtime_memory`, the activations of a pass of 8192 tokens and float32 logits of 256
+rows: of a GPU as exeplan's engine takes them (`core/pass_memory.py`; plans count them for each placement and schedule),
+of a CPU residual stream, norm, and the wider of queries/keys/values and MLP.
 """
 
 import difflib
@@ -24,6 +25,7 @@ from typing import Any
 from exeplan.core.cluster import Cluster
 from exeplan.core.layer_costs import embedding_parameters, layer_kv_bytes_per_token, model_parameters
 from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.pass_memory import DEFAULT_PASSES, GRAPHS_SHARE, passes_bytes
 from exeplan.core.profile import LINKS, Device, Measurement, Profile
 from exeplan.core.schedule import Sharding
 from exeplan.core.sparse_layers import Experts, LatentAttention
@@ -58,7 +60,6 @@ _NUM_SEQS = tuple(2**i for i in range(12))
 _LINK_BYTES = tuple(2**i for i in range(10, 31))
 _SAMPLING_PASSES = 4
 """Reads and writes of the float32 logits by temperature, softmax and the draw."""
-_WORKSPACE_TOKENS, _WORKSPACE_ROWS = 8192, 256
 _UNITS = {f.name: f.metadata["unit"] for f in fields(Datasheet) if "unit" in f.metadata}
 _OPTIONAL = {f.name for f in fields(Datasheet) if "unit" in f.metadata and f.default is not MISSING}
 _KINDS = ("cpu", "cuda")
@@ -86,7 +87,7 @@ def load_datasheet(name: str, overrides: Mapping[str, str] | None = None) -> Dat
     constants |= changes
     if missing := [constant for constant in _UNITS if constant not in constants and constant not in _OPTIONAL]:
         raise InputError(f"datasheet '{path.stem}' lacks {', '.join(missing)}")
-    values = {name: _value(name, constants[name], path.stem) for name in _UNITS if name in constants}
+    values: dict[str, Any] = {name: _value(name, constants[name], path.stem) for name in _UNITS if name in constants}
     return Datasheet(
         name=path.stem,
         kind=body["kind"],
@@ -102,7 +103,7 @@ def _changes_attention(changes: Iterable[str]) -> bool:
 
 
 def with_links(sheet: Datasheet, cluster: Cluster) -> Datasheet:
-    """The datasheet with the links of a cluster of its devices. Raises InputError when they are others."""
+    """The datasheet with the nodes and links of a cluster of its devices. Raises InputError when they are others."""
     if cluster.device != sheet.name:
         raise InputError(
             f"cluster {cluster.name} has {cluster.device} devices, the datasheet is of {sheet.name}; "
@@ -114,6 +115,8 @@ def with_links(sheet: Datasheet, cluster: Cluster) -> Datasheet:
         intra_latency=cluster.intra.latency,
         inter_bandwidth=cluster.inter.bytes_per_second,
         inter_latency=cluster.inter.latency,
+        gpus_per_node=cluster.gpus_per_node,
+        adapters_per_node=cluster.adapters_per_node,
         changes=(*sheet.changes, f"links of cluster {cluster.name}"),
     )
 
@@ -167,7 +170,8 @@ def profile_from_datasheet(
         ),
         weight_bytes=(model_parameters(spec) - around) * DTYPE_BYTES[dtype]
         + around * DTYPE_BYTES[between_layers(dtype)],
-        workspace_bytes=_workspace_bytes(spec, sheet, dtype),
+        workspace_bytes=_workspace_bytes(spec, sheet, dtype, min(sizes)),
+        runtime_bytes=int(sheet.runtime_memory) if sheet.kind == "cuda" else None,
         measurements=(*rows, *_overhead_rows(sheet), *_link_rows(sheet, sizes)),
         routing=routing if exponent else None,
         source=f"datasheet {', '.join((sheet.name, *sheet.changes, *more))}",
@@ -434,14 +438,17 @@ def _kv_bytes(spec: ModelSpec, dtype: str, size: int) -> float:
     return float(whole) if spec.latent else whole * _kv_heads(spec, size) / spec.num_kv_heads
 
 
-def _workspace_bytes(spec: ModelSpec, sheet: Datasheet, dtype: str) -> int:
+def _workspace_bytes(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int) -> int:
+    if sheet.kind == "cuda":
+        passes = passes_bytes(spec, dtype, DEFAULT_PASSES, Sharding(size))
+        return int(sheet.runtime_memory + GRAPHS_SHARE * sheet.memory + passes)
     queries = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     inner = spec.intermediate_size
     if experts := spec.experts:
         inner = max(inner, experts.per_token * experts.width + experts.shared_width)
     widest = max(queries, (2 if spec.gated_mlp else 1) * inner)
-    activations = _WORKSPACE_TOKENS * (2 * spec.hidden_size + widest) * DTYPE_BYTES[between_layers(dtype)]
-    return int(sheet.runtime_memory + activations + 4 * _WORKSPACE_ROWS * spec.vocab_size)
+    activations = DEFAULT_PASSES.tokens * (2 * spec.hidden_size + widest) * DTYPE_BYTES[between_layers(dtype)]
+    return int(sheet.runtime_memory + activations + 4 * DEFAULT_PASSES.rows * spec.vocab_size)
 
 
 def _context(spec: ModelSpec) -> int:

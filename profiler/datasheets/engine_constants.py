@@ -201,6 +201,7 @@ def with_engine(profile: Profile, engine: EngineConstants) -> Profile:
         profile,
         measurements=(*rows, *_overheads(engine)),
         workspace_bytes=max(1, round((1 - engine.memory_share) * profile.device.memory_bytes)),
+        runtime_bytes=None,
         source=f"{profile.source} with {engine.name}",
     )
 

@@ -8,6 +8,8 @@
     element-wise       latency + bytes
     all-to-all         latency + bytes that a device sends / (efficiency * link)
     all-reduce         latency + (t - 1) * step + wire + sqrt(ramp * wire)  wire: 2 (t - 1) / t of the bytes
+                       over m nodes of n devices by parts, where nodes have several adapters: both wires, of n devices
+                       within and of m devices across with the bytes divided by the adapters
 
 where `operations` stands for operations / (efficiency * peak) and `bytes` for bytes / (efficiency * bandwidth). The
 norm joins the limits of a matrix product smoothly: they overlap, and near the ridge neither is reached. The square root
@@ -23,7 +25,7 @@ All shapes are those of one device's shard. Not here: which kernels a layer runs
 """
 
 from dataclasses import dataclass, field, replace
-from math import sqrt
+from math import ceil, log2, sqrt
 from typing import Any
 
 from exeplan.core.cluster import Link
@@ -50,6 +52,9 @@ class Datasheet:
     """`cpu` or `cuda`."""
     changes: tuple[str, ...] = ()
     """What was overridden, as `gemm_efficiency=0.6`."""
+    gpus_per_node: int = 1
+    """This and the next: of a cluster's nodes, once it is known (`with_links`)."""
+    adapters_per_node: int = 1
     latent_kernels: str = ""
     """Of `plans/kernels`: measured latent attention (`latent_kernels.py`), '' where the roofline says it."""
     memory: float = _constant(SIZE)
@@ -211,13 +216,33 @@ def latent_decode_seconds(
 
 
 def all_reduce_seconds(sheet: Datasheet, where: str, devices: int, size: float) -> float:
-    """Seconds of an all-reduce over `devices` devices, `intra` node or `inter` nodes, of `size` bytes on each."""
-    link = sheet.link(where)
-    share = sheet.all_reduce_efficiency if where == "intra" else sheet.all_reduce_inter_efficiency
-    wire = 2 * (devices - 1) / devices * size / (share * link.bytes_per_second)
-    crossings = 0.0 if where == "intra" else 2 * link.latency
+    """Seconds of an all-reduce over `devices` devices, `intra` node or `inter` nodes, of `size` bytes on each; over
+    whole nodes by parts where that is faster."""
+    crossings = 0.0 if where == "intra" else 2 * sheet.inter_latency
     latency = sheet.all_reduce_latency + (devices - 1) * sheet.all_reduce_step_latency + crossings
-    return latency + wire + sqrt(sheet.all_reduce_ramp * wire)
+    wire = _wire_seconds(sheet, where, devices, size)
+    ring = latency + wire + sqrt(sheet.all_reduce_ramp * wire)
+    nodes, left = divmod(devices, sheet.gpus_per_node)
+    if where == "intra" or nodes < 2 or left or sheet.adapters_per_node == 1:
+        return ring
+    return min(ring, _by_parts_seconds(sheet, nodes, size))
+
+
+def _by_parts_seconds(sheet: Datasheet, nodes: int, size: float) -> float:
+    """Summed and scattered within each node, each part summed across nodes, through all adapters at once, and gathered
+    within. Steps within a node are those of its ring, steps across those of a tree and back."""
+    each, hops = sheet.gpus_per_node, ceil(log2(nodes))
+    steps = (each - 1 + hops) * sheet.all_reduce_step_latency + 2 * hops * sheet.inter_latency
+    within = _wire_seconds(sheet, "intra", each, size)
+    across = _wire_seconds(sheet, "inter", nodes, size / sheet.adapters_per_node)
+    ramps = sqrt(sheet.all_reduce_ramp * within) + sqrt(sheet.all_reduce_ramp * across)
+    return sheet.all_reduce_latency + steps + within + across + ramps
+
+
+def _wire_seconds(sheet: Datasheet, where: str, devices: int, size: float) -> float:
+    """What a ring's bytes take on a link."""
+    share = sheet.all_reduce_efficiency if where == "intra" else sheet.all_reduce_inter_efficiency
+    return 2 * (devices - 1) / devices * size / (share * sheet.link(where).bytes_per_second)
 
 
 def all_to_all_seconds(sheet: Datasheet, where: str, devices: int, size: float) -> float:

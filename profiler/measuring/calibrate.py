@@ -5,6 +5,10 @@ decode rows' keys and values from the cache. Short bursts of real load between t
 one factor for all predictions. Where bursts over few slots and over many show that it is not the same for short and
 long passes, every pass has seconds of its own beside it, and prefills a factor of their own where the bursts show that.
 A burst ends when half of its slots are empty, as those of a plan seldom are.
+
+Batches that keep their rows until all are done run faster than those that requests join and leave: rows lie in an empty
+cache in their order, products have one shape, and the host has nothing to do for finished ones. Bursts of such batches
+have a factor of their own.
 """
 
 import math
@@ -52,19 +56,25 @@ class BurstStep:
 
 
 def burst(
-    rig: Rig, *, seed: int, num_slots: int = FEW_SLOTS, between: Callable[[], None] = lambda: None
+    rig: Rig,
+    *,
+    seed: int,
+    num_slots: int = FEW_SLOTS,
+    keeps_rows: bool = False,
+    between: Callable[[], None] = lambda: None,
 ) -> list[BurstStep]:
     """A short load of ragged requests that join and leave; the first passes, which warm up, are left out.
 
-    Calls `between` before each step. On a CPU with one thread a step that was disturbed by other processes counts with
-    its CPU time.
+    With `keeps_rows` one batch, its finished rows kept until all are done. Calls `between` before each step. On a CPU
+    with one thread a step that was disturbed by other processes counts with its CPU time.
     """
     steps: list[BurstStep] = []
-    requests = _requests(rig, random.Random(seed), num_slots + LATER_REQUESTS)
-    with rig.engine(Schedule("orca", {"max_num_seqs": num_slots})) as engine:
+    schedule = Schedule("static", {"batch_size": num_slots}) if keeps_rows else _joined_and_left(num_slots)
+    requests = _requests(rig, random.Random(seed), num_slots + (0 if keeps_rows else LATER_REQUESTS))
+    with rig.engine(schedule) as engine:
         for request in requests:
             engine.add(request)
-        least = min(num_slots, len(requests)) // 2
+        least = 0 if keeps_rows else min(num_slots, len(requests)) // 2
         while engine.has_work and (len(steps) < 2 * _WARM_STEPS or engine.num_waiting + engine.num_running > least):
             between()
             rig.probe.use_layers(rig.copies)
@@ -79,6 +89,10 @@ def burst(
     return steps[_WARM_STEPS:]
 
 
+def _joined_and_left(num_slots: int) -> Schedule:
+    return Schedule("orca", {"max_num_seqs": num_slots})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Measured over predicted seconds of bursts; 1 without any."""
@@ -90,28 +104,51 @@ class Calibration:
     """That every pass takes beside its parts, before `factor`; 0 unless the bursts show them (`_SURE_OF_PASSES`)."""
     error: float = 0.0
     """The standard error of the factor, relative."""
+    kept_rows_factor: float | None = None
+    """`factor` of batches that keep their rows; None without bursts of them, where it is the same."""
+    kept_rows_error: float = 0.0
+    """Its standard error, relative: of a single burst that of the other ones alone, as if it were one of them."""
 
 
 def calibrate(
-    bursts: Iterable[Sequence[BurstStep]], profile: Profile, *, num_layers: int, speed: MachineSpeed | None = None
+    bursts: Iterable[Sequence[BurstStep]],
+    profile: Profile,
+    *,
+    num_layers: int,
+    speed: MachineSpeed | None = None,
+    kept: Iterable[Sequence[BurstStep]] = (),
 ) -> Calibration:
     """Of bursts that ran `num_layers` layers: medians over them, as the parts are medians over the rounds.
 
-    With a `speed` each step counts with its seconds at the speed of the profile.
+    `kept` are those of batches that keep their rows. With a `speed` each step counts with its seconds at the speed of
+    the profile.
     """
-    bursts = [steps for steps in bursts if steps]
-    if not bursts:
-        return Calibration()
     models = [_cost(profile, num_layers, prefill_factor=factor) for factor in (1.0, 2.0)]
-    found = [_burst_times(steps, speed, models) for steps in bursts]
+    found = [_burst_times(steps, speed, models) for steps in bursts if steps]
+    if not found:
+        return Calibration()
     pass_seconds = _pass_seconds(found)
     found = [times.with_pass_seconds(pass_seconds) for times in found]
     prefill_factor = _prefill_factor(found)
     logs = np.log([times.ratio(prefill_factor) for times in found])
-    error = MEDIAN_ERROR * float(logs.std(ddof=1)) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
+    kept_times = [_burst_times(steps, speed, models).with_pass_seconds(pass_seconds) for steps in kept if steps]
+    kept_logs = np.log([times.ratio(prefill_factor) for times in kept_times])
     return Calibration(
-        factor=math.exp(np.median(logs)), prefill_factor=prefill_factor, pass_seconds=pass_seconds, error=error
+        factor=math.exp(np.median(logs)),
+        prefill_factor=prefill_factor,
+        pass_seconds=pass_seconds,
+        error=_median_error(logs),
+        kept_rows_factor=math.exp(np.median(kept_logs)) if kept_times else None,
+        kept_rows_error=_median_error(kept_logs, like=logs),
     )
+
+
+def _median_error(logs: Floats, like: Floats | None = None) -> float:
+    """The standard error of their median; of a single one by the spread of those that it is like."""
+    spread = logs if len(logs) > 1 or like is None else like
+    if not len(logs) or len(spread) < 2:
+        return 0.0
+    return MEDIAN_ERROR * float(spread.std(ddof=1)) / math.sqrt(len(logs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from exeplan.profiler.measuring.calibrate import FEW_SLOTS, LATER_REQUESTS, Burs
 from exeplan.profiler.measuring.device import raise_ceilings, versions
 from exeplan.profiler.measuring.lint import lint
 from exeplan.profiler.measuring.measure import Rig
-from exeplan.profiler.measuring.memory import peak_bytes
+from exeplan.profiler.measuring.memory import peak_bytes, runtime_bytes
 from exeplan.profiler.measuring.points import Point, Range, Work, first_rows, order
 from exeplan.profiler.measuring.refine import suggest, worst_error
 from exeplan.profiler.measuring.samples import resumed
@@ -72,7 +72,8 @@ class Campaign:
         self.costs: dict[Point, float] = {}
         self.num_disturbed = self.num_visits = 0
         self.num_rounds = 1
-        self.bursts: list[list[BurstStep]] = []
+        self.bursts: dict[bool, list[list[BurstStep]]] = {False: [], True: []}
+        """By whether their rows are kept until all are done."""
         self.reference = _reference(rig)
         """None on a GPU, where a pass would wait for those that are queued."""
         self.resumed_passes = before.reference_passes if before else ()
@@ -122,15 +123,23 @@ class Campaign:
             return
         began = time.monotonic()
         watch = partial(self._watch_speed, _BURST_WATCH_SECONDS)
-        self.bursts.append(burst(self.rig, seed=self.num_rounds, num_slots=self._burst_slots(), between=watch))
+        keeps_rows = self._num_bursts % 3 == 2
+        steps = burst(
+            self.rig, seed=self.num_rounds, num_slots=self._burst_slots(), keeps_rows=keeps_rows, between=watch
+        )
+        self.bursts[keeps_rows].append(steps)
         self.burst_seconds += time.monotonic() - began
+
+    @property
+    def _num_bursts(self) -> int:
+        return sum(len(bursts) for bursts in self.bursts.values())
 
     def _burst_slots(self) -> int:
         """Few and as many as are measured, in turn; few where many would take too long."""
         few, many = min(FEW_SLOTS, self.reach.max_seqs), self.reach.max_seqs
-        if len(self.bursts) % 2 == 0:
+        if self._num_bursts % 2 == 0:
             return few
-        forecast = self.burst_seconds / len(self.bursts) * (many + LATER_REQUESTS) / (few + LATER_REQUESTS)
+        forecast = self.burst_seconds / self._num_bursts * (many + LATER_REQUESTS) / (few + LATER_REQUESTS)
         return many if forecast < self.goal.budget_seconds * _BURST_SHARE / 2 else few
 
     def _watch_speed(self, every: float = EVERY_SECONDS) -> None:
@@ -220,6 +229,7 @@ class Campaign:
             weight_bytes=self.weight_bytes,
             layer_weight_bytes=self.work.layer_bytes if self.work.spec.quantization else None,
             workspace_bytes=self.workspace_bytes,
+            runtime_bytes=runtime_bytes(self.rig.place),
             measurements=(*self.samples.measurements(), *self.multi_device_rows),
             versions=versions(),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -228,13 +238,17 @@ class Campaign:
             speed_spread=round(speed.spread, 4) if speed else 0.0,
         )
         if self.samples.whole:
-            found = calibrate(self.bursts, profile, num_layers=self.rig.copies, speed=speed)
+            found = calibrate(
+                self.bursts[False], profile, num_layers=self.rig.copies, speed=speed, kept=self.bursts[True]
+            )
             profile = replace(
                 profile,
                 calibration=round(found.factor, 4),
                 prefill_calibration=round(found.prefill_factor, 4),
+                kept_rows_calibration=None if found.kept_rows_factor is None else round(found.kept_rows_factor, 4),
                 pass_seconds=float(f"{found.pass_seconds:.4g}"),
                 calibration_error=round(found.error, 4),
+                kept_rows_error=round(found.kept_rows_error, 4),
             )
         save_profile(profile, self.output)
         return profile
@@ -248,12 +262,14 @@ class Campaign:
 
     def _report(self, profile: Profile) -> None:
         error = worst_error(self.samples, self.reach, num_layers=self.work.spec.num_layers)
+        kept = profile.kept_rows_calibration
         self.bar.note(
             f"{len(profile.measurements)} measurements from {self.num_visits} visits in {self.goal.elapsed:.0f} s; "
             f"interpolation between them may miss a layer by {error:.1%}; "
             f"whole steps take {profile.calibration:.3f} times the sum of their parts "
             f"(+-{profile.calibration_error:.1%})"
             + (f", prefills {profile.prefill_calibration:.3f} times" if profile.prefill_calibration != 1 else "")
+            + (f", batches that keep their rows {kept:.3f} times (+-{profile.kept_rows_error:.1%})" if kept else "")
             + (f", and {1e3 * profile.pass_seconds:.2f} ms a pass before that" if profile.pass_seconds else "")
         )
         if self.speed and self.speed.samples:

@@ -24,6 +24,7 @@ from exeplan.core.batch import BLOCK_SIZE, Batch, num_blocks_for
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE
+from exeplan.policies import load_policy
 from exeplan.profiler.measuring.captured_decode import captured_executor, decode_parts, overheads
 from exeplan.profiler.measuring.device import synchronize
 from exeplan.profiler.measuring.points import Point, Work, powers, ragged
@@ -298,10 +299,12 @@ class Rig:
     @contextmanager
     def engine(self, schedule: Schedule) -> Iterator[Engine]:
         """A whole engine over this rig's model, with the executor that its device has."""
-        blocks, slots = self.runner.cache.num_blocks, schedule["max_num_seqs"]
+        blocks = self.runner.cache.num_blocks
         if not self.captured:
             yield Engine(InProcessExecutor(self.runner), schedule, tokenizer=self._tokenizer, num_blocks=blocks)
             return
+        slots = load_policy(schedule.policy).pass_limits(schedule).decode_rows
+        assert slots is not None
         with captured_executor(self.runner, self.probe.model, tuple(sorted({*powers(1, slots, 2), slots}))) as executor:
             yield Engine(executor, schedule, tokenizer=self._tokenizer, num_blocks=blocks)
 

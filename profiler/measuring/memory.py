@@ -54,6 +54,14 @@ def peak_bytes(work: Callable[[], object], place: torch.device) -> int:
     return max(0, _highest_resident_bytes() - before)
 
 
+def runtime_bytes(place: torch.device) -> int | None:
+    """What driver and libraries hold on a GPU, with all other processes there; None on a CPU."""
+    if place.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(place)
+    return max(1, total - free - torch.cuda.memory_reserved(place))
+
+
 def _reset_peak() -> bool:
     try:
         _CLEAR_REFS.write_text("5")

@@ -1,7 +1,8 @@
 """GPU memory, measured: the largest passes of a schedule run once, and the KV cache takes the memory that they leave.
 
-The workspace is measured, not computed: the peak of torch's allocator during those passes is kept free. Memory that
-libraries and kernels took meanwhile is in the driver's count of used memory.
+The workspace is measured: the peak of torch's allocator during those passes is kept free. Memory that libraries and
+kernels took meanwhile is in the driver's count of used memory. A plan counts the same by arithmetic
+(`core/pass_memory.py`), from the same passes (`scheduling/largest_passes.py`).
 """
 
 import gc
@@ -12,30 +13,25 @@ import torch
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState, num_blocks_for
 from exeplan.core.model import ModelSpec
+from exeplan.core.pass_memory import GRAPHS_SHARE, LEAST_PASSES, captured_logits_bytes
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.kernels.tuning import untimed
-from exeplan.policies import pass_limits
 from exeplan.runner.compute.kv_budget import (
     GPUMemory,
     KVBudget,
-    largest_pass,
-    most_rows,
     num_kv_blocks,
 )
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.warm_up import tune_kernels
+from exeplan.scheduling.largest_passes import captured_rows, most_rows, pass_sizes
 from exeplan.units import show_bytes
 
-_LEAST_PASS = 512
 _TUNING_BLOCKS, _LEAST_TUNING_BLOCKS = 2560, 8
 """Of the cache in which kernels choose their configurations; fewer where they would take more than a share of what the
 weights have left free: passes need some, too."""
 _TUNING_SHARE = 0.5
 _PROMPT = 4096
-_GRAPHS_SHARE = 0.01
-"""Of a GPU's memory, for the CUDA graphs of decode iterations without their logits, which are captured after the cache
-is allocated."""
 
 
 class Meter(Protocol):
@@ -52,7 +48,7 @@ def measure_kv_budget(runner: ModelRunner, schedule: Schedule, utilization: floa
     """Gives the runner a KV cache that fills its GPU, where a memory utilization is given."""
     if utilization is None:
         return None
-    share, meter = utilization - _GRAPHS_SHARE, CudaMeter(runner.device)
+    share, meter = utilization - GRAPHS_SHARE, CudaMeter(runner.device)
     # Kernels choose their configurations before passes over contexts of one token could mislead them.
     left = meter.memory().free
     try:
@@ -81,12 +77,10 @@ def fit_cache(runner: ModelRunner, schedule: Schedule, meter: Meter, *, utilizat
     Tries smaller passes where the cache could not hold the tokens of the largest, unless the schedule itself limits
     them: it would run passes of its limit whatever was measured. Raises InputError when not even the last pass fits.
     """
-    block_bytes = runner.cache.num_bytes // runner.cache.num_blocks
-    limited = pass_limits(schedule).tokens is not None
-    tokens = largest_pass(runner.spec, schedule)
-    while True:
+    block_bytes, sizes = runner.cache.num_bytes // runner.cache.num_blocks, pass_sizes(runner.spec, schedule)
+    for tokens in sizes:
         runner.use_blocks(0)
-        last = limited or tokens <= _LEAST_PASS
+        last = tokens == sizes[-1]
         found = _budget_for(
             runner, tokens, schedule, meter, utilization=utilization, block_bytes=block_bytes, last=last
         )
@@ -94,12 +88,8 @@ def fit_cache(runner: ModelRunner, schedule: Schedule, meter: Meter, *, utilizat
         if _on_all_ranks(runner, enough) and found:
             runner.use_blocks(found.num_blocks)
             return found
-        if last:
-            less = "a smaller max_num_batched_tokens, " * (limited and tokens > _LEAST_PASS)
-            raise InputError(
-                f"there is no memory for a prefill of {tokens} tokens; use {less}more GPUs, or a smaller dtype"
-            )
-        tokens = max(tokens // 2, _LEAST_PASS)
+    less = "a smaller max_num_batched_tokens, " * (sizes == (tokens,) and tokens > LEAST_PASSES.tokens)
+    raise InputError(f"there is no memory for a prefill of {tokens} tokens; use {less}more GPUs, or a smaller dtype")
 
 
 def _on_all_ranks(runner: ModelRunner, yes: bool) -> bool:
@@ -138,10 +128,10 @@ def _budget_for(
 
 
 def logits_bytes(runner: ModelRunner, schedule: Schedule) -> int:
-    """Of the logits `[B, V]`, float32, which all captured decode iterations of the last stage share."""
+    """Of the logits that captured decode iterations of the last stage keep; 0 where none are captured."""
     if runner.kernels is None or not runner.shard.last:
         return 0
-    return -(-most_rows(schedule) // schedule.num_micro_batches) * runner.spec.vocab_size * 4
+    return captured_logits_bytes(runner.spec, captured_rows(schedule))
 
 
 def run_passes(runner: ModelRunner, num_tokens: int, num_seqs: int) -> None:

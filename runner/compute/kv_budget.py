@@ -10,23 +10,15 @@ plan. Not here: a CPU, whose cache has the plan's size.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import pass_limits
 from exeplan.units import show_bytes
 
 log = logging.getLogger(__name__)
-PASS_TOKENS = 65_536
-"""Tokens of one prefill, several times those of plans; a single long request may have more."""
-_RELATIVE_CONTEXT = 16_384
-"""Longest request of a model without a limit on positions (T5): its prefill must fit."""
-_UNLIMITED_DECODE_ROWS = 256
-"""Decode rows that are measured and captured where the policy says that the schedule does not limit them."""
 
 
 class KVBudget(NamedTuple):
@@ -61,40 +53,15 @@ def num_kv_blocks(memory: GPUMemory, *, utilization: float, workspace: int, bloc
     )
 
 
-def largest_pass(spec: ModelSpec, schedule: Schedule) -> int:
-    """Tokens of the largest prefill to measure: the schedule's own limit where it has one.
-
-    Otherwise its largest number of prompts at full length, up to `PASS_TOKENS`, and at least one of them. No prefill of
-    a plan comes near that, so this limit does not bind where the replay did not apply it.
-    """
-    limits = pass_limits(schedule)
-    if limits.tokens is not None:
-        return limits.tokens
-    tokens = PASS_TOKENS if limits.prompts is None else limits.prompts * spec.max_context
-    return max(spec.max_context, min(tokens, PASS_TOKENS))
-
-
 def pass_limit(schedule: Schedule, budget: KVBudget | None) -> int | None:
     """The scheduler's limit on the tokens of a prefill; None where nothing, or the schedule itself, limits them."""
     return None if budget is None or pass_limits(schedule).tokens is not None else budget.pass_tokens
-
-
-def most_rows(schedule: Schedule) -> int:
-    """Sequences of the largest decode pass."""
-    rows = pass_limits(schedule).decode_rows
-    return _UNLIMITED_DECODE_ROWS if rows is None else rows
 
 
 def smallest_budget(budgets: Iterable[KVBudget]) -> KVBudget | None:
     """What fits on each of several devices; None where none was measured."""
     found = list(budgets)
     return KVBudget(*map(min, zip(*found, strict=True))) if found else None
-
-
-def with_finite_context(spec: ModelSpec) -> ModelSpec:
-    """The spec with a limit on the context where its positions have none, so that its largest prefill is finite."""
-    relative = "relative_attention_num_buckets" in spec.config
-    return replace(spec, max_context=min(spec.max_context, _RELATIVE_CONTEXT)) if relative else spec
 
 
 def warn_if_below_plan(found: KVBudget, planned_blocks: int) -> None:

@@ -1,7 +1,7 @@
 """Reference passes: a few canonical passes of a model, repeated during a run to know how fast the device is then.
 
 They use the weights of the run's own model, or their own where that is a shard (`with_own_weights`), and a small KV
-cache of their own. Only on a CPU: on a GPU a pass would have to wait for those that are queued (`why_none`).
+cache of their own. Only on a CPU: on a GPU a pass would have to wait for those that are queued.
 """
 
 import copy
@@ -49,6 +49,9 @@ class RepeatedPasses(Protocol):
     def speed_from(self, began: float) -> MachineSpeed:
         """Of what was found since then on the performance counter, its times from there."""
 
+    def take(self) -> MachineSpeed:
+        """Of what was found since the last call, which is not kept: for runs without an end."""
+
 
 class ReferencePasses:
     """Repeats the passes in turn with the weights of a runner; `samples` are what they took."""
@@ -63,6 +66,7 @@ class ReferencePasses:
         self._runner = _first_layers(runner, model or runner.model, passes[0].num_layers, num_blocks=most)
         self._batches = [self._batch(one) for one in self.passes]
         self._ended = self._last_cost = 0.0
+        self._number = 0
         self._on_cpu_clock = torch.get_num_threads() == 1
 
     @property
@@ -73,6 +77,11 @@ class ReferencePasses:
         """Of the samples since then, their times from there."""
         found = (replace(one, time=one.time - began) for one in self.samples if one.time >= began)
         return replace(self.speed, samples=tuple(found))
+
+    def take(self) -> MachineSpeed:
+        """Of the samples since the last call, which are not kept."""
+        found, self.samples = self.speed, []
+        return found
 
     def repeat_if_due(self, every: float = EVERY_SECONDS) -> bool:
         """Runs the next pass if the last one is these seconds ago, or longer if it takes long; tells whether it did."""
@@ -85,7 +94,7 @@ class ReferencePasses:
     def repeat(self) -> SpeedSample:
         """Runs the next pass."""
         began = time.perf_counter()
-        number = len(self.samples) % len(self.passes)
+        number, self._number = self._number, (self._number + 1) % len(self.passes)
         self._run(number)  # The caches are full of what the run did: only the second one is alike each time.
         seconds, wall = self._run(number)
         self._ended = time.perf_counter()
@@ -122,11 +131,6 @@ def with_own_weights(
     layers = passes[0].num_layers
     few = replace(spec, num_layers=layers, num_encoder_layers=min(layers, spec.num_encoder_layers))
     return ReferencePasses(ModelRunner(few, dtype=dtype, kv_dtype=kv_dtype, num_blocks=1, dummy_weights=True), passes)
-
-
-def why_none(device: str) -> str:
-    """Why a run has no reference passes; '' where it may have them."""
-    return "" if device == "cpu" else f"reference passes are not run on {device}: they would wait for queued passes"
 
 
 def timed_sequence(request_id: str, num_tokens: int, *, decodes: bool, encodes: bool) -> SequenceState:

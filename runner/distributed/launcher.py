@@ -7,6 +7,7 @@ generation starts within a fraction of a second.
 
 import contextlib
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +17,8 @@ from exeplan.runner.ipc.fork_server import ForkChannel, ForkServer
 if TYPE_CHECKING:
     from exeplan.runner.ipc.collectives import SharedBuffer
 
+OnLeft = Callable[[tuple[tuple[int, ...], ...], tuple[str, ...]], None]
+"""Called with devices by node, and nodes, as `DevicesLeft` has them."""
 LOOPBACK = "127.0.0.1"
 WORKER = "exeplan.runner.distributed.worker"
 _forks: ForkChannel | ForkServer | None = None

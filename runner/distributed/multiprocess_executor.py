@@ -32,9 +32,9 @@ from exeplan.runner.distributed.batch_messages import (
 )
 from exeplan.runner.distributed.launcher import Launcher, LocalLauncher
 from exeplan.runner.distributed.links import stage_ranks
-from exeplan.runner.distributed.worker_group import Report, WorkerGroup
+from exeplan.runner.distributed.worker_group import Report, WorkerGroup, WorkerLoadError
 from exeplan.runner.distributed.worker_reference import WorkerReferencePasses
-from exeplan.runner.engine.executor import BatchDone, KVArrived, WorkerError
+from exeplan.runner.engine.executor import BatchDone, DeviceLostError, KVArrived, WorkerError
 from exeplan.runner.engine.kv_regions import KVRegion
 from exeplan.runner.engine.requests import RequestState
 from exeplan.runner.engine.timeline import TimelineFile
@@ -231,12 +231,15 @@ class MultiprocessExecutor:
         self._encoded.clear()
 
     def _begin(self) -> None:
-        """Starts a generation. Raises WorkerError when the last few did not live long enough to finish a batch."""
+        """Starts a generation. Raises WorkerError when the last few did not live long enough to finish a batch,
+        DeviceLostError where those that could not even load ended on the same device of this host."""
         self._kill()
         if time.monotonic() - self._began > _LONG_LIFE_SECONDS:
             self._failed_starts = 0
+        not_loaded: list[int] = []
         while self._group is None:
             if self._failed_starts >= _MAX_FAILED_STARTS:
+                self._check_device(not_loaded)
                 raise WorkerError(f"{self._failed_starts} generations of workers in a row died before they ran a batch")
             self._failed_starts += 1
             self.num_generations += 1
@@ -252,11 +255,19 @@ class MultiprocessExecutor:
                     )
             except ChildProcessError as error:
                 log.error("%s", error)
+                not_loaded += [error.rank] if isinstance(error, WorkerLoadError) else []
         self._reports, self._began = self._group.reports, time.monotonic()
         if self.kv_budget is None and (budget := self._group.kv_budget):
             # Later generations take as much: running requests rely on it.
             engine = replace(self._setup.engine, num_blocks=budget.num_blocks)
             self.kv_budget, self._setup = budget, replace(self._setup, engine=engine, gpu_memory_utilization=None)
+
+    def _check_device(self, not_loaded: Sequence[int]) -> None:
+        """Raises DeviceLostError where several starts failed at the same rank; nodes of a cluster Ray watches."""
+        if len(not_loaded) > 1 and len(set(not_loaded)) == 1 and self._setup.ray is None:
+            devices = [device for stage in self._setup.placement for device in stage.devices]
+            lost = devices[not_loaded[0]]
+            raise DeviceLostError(lost, [device for device in devices if device != lost])
 
     def _next_report(self) -> Report | None:
         """None where `wake` was called."""

@@ -6,6 +6,7 @@ worker with it; so does one whose raylet is gone, as Ray would give the device t
 Not here: where agents are placed (`ray_launcher.py`).
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -51,6 +52,7 @@ class NodeAgent:
     def __init__(self) -> None:
         self._launcher = LocalLauncher()
         self._worker: ForkedWorker | None = None
+        _take_niceness_of(os.getppid())
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         start_fork_server()
 
@@ -93,6 +95,13 @@ class NodeAgent:
 
     def unshare(self) -> None:
         self._launcher.unshare()
+
+
+def _take_niceness_of(raylet: int) -> None:
+    """For this process and the workers that it forks: Ray starts an actor's process at niceness 15
+    (`RAY_worker_niceness`), where it loses against everything else on its host, the engine and its server included."""
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # Only root may lower it.
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, raylet))
 
 
 def _end_with(raylet: int) -> NoReturn:

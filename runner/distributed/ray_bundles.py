@@ -7,6 +7,7 @@ Not here: Ray itself (`ray_launcher.py`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from exeplan.core.schedule import Placement
 from exeplan.errors import InputError
@@ -48,6 +49,17 @@ def bundles(placement: Placement, worker: Resources, nodes: Sequence[Resources])
         for stage in placement
         for part in _parts(stage.devices, widest)
     )
+
+
+def devices_left(placement: Placement, worker: Resources, nodes: Sequence[Resources]) -> tuple[tuple[int, ...], ...]:
+    """Devices of the placement that nodes have room for which have this much left, by node, the roomiest first.
+
+    Any device is as good as another: they are taken in the placement's order.
+    """
+    devices = [device for stage in placement for device in stage.devices]
+    rooms = sorted((_room(node, worker) for node in nodes), reverse=True)
+    ends = [min(end, len(devices)) for end in accumulate(rooms)]
+    return tuple(tuple(devices[at:end]) for at, end in pairwise([0, *ends]) if end > at)
 
 
 def _parts(devices: Sequence[int], widest: int) -> list[tuple[int, ...]]:

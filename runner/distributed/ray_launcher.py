@@ -17,22 +17,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from exeplan.core.schedule import Placement
 from exeplan.errors import InputError
 from exeplan.progress import OnProgress, no_progress
-from exeplan.runner.distributed.launcher import DeviceAddress, WorkerHandle, disconnect
+from exeplan.runner.distributed.launcher import DeviceAddress, OnLeft, WorkerHandle, disconnect
 from exeplan.runner.distributed.ray_agent import ModelOfPlan, NodeAgent, NodeFound
-from exeplan.runner.distributed.ray_bundles import Bundle, bundles, worker_resources
+from exeplan.runner.distributed.ray_bundles import Bundle, bundles, devices_left, worker_resources
 from exeplan.runner.ipc.door import Door
 from exeplan.runner.ipc.messages import EngineOptions, RaySetup
 from exeplan.runner.ipc.tether import Tether
@@ -44,6 +45,10 @@ START_SECONDS = 120.0
 """How long an agent may take to start: its node may have to read torch from a disk first."""
 ROOM_SECONDS = 120.0
 """How long the first start waits for a cluster that has room, but not now."""
+SWITCH_SECONDS = 10.0
+"""How long a change of plans waits for room, as nothing is computed meanwhile."""
+LEFT_SECONDS = 3.0
+"""How long a pipeline that has lost devices waits for others before it says which are left."""
 _CALL_SECONDS = 30.0
 _PROBE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
@@ -64,19 +69,30 @@ class RayLauncher:
         num_threads: int,
         *,
         on_progress: OnProgress = no_progress,
+        on_left: OnLeft = lambda by_node, silent: None,
+        on_back: Callable[[bool], None] = lambda there: None,
     ) -> None:
-        """Connects to the cluster. Raises InputError where there is none, or this host is none of its nodes."""
+        """Connects to the cluster. Raises InputError where there is none, or this host is none of its nodes.
+
+        `on_left` is called, in `prepare`, with the devices that are left to a placement for which there is no room any
+        more; `on_back`, in a thread, when there is room for the setup's workers that are away, and when that is gone.
+        """
         self._setup, self._model, self._on_progress = setup, model, on_progress
+        self._on_left, self._on_back = on_left, on_back
         self._worker = worker_resources(options.device, num_threads)
         _connect(setup.address)
         self.address: str = ray.util.get_node_ip_address()
         self._group: PlacementGroup | None = None
         self._placement: Placement | None = None
         self._agents: dict[int, _Agent] = {}
-        self._silent: dict[str, float] = {}
+        self._silent = dict.fromkeys(setup.silent, time.monotonic() + _SILENT_SECONDS)
         """Until when nodes are left out that have fallen silent: Ray may take them for healthy."""
         self._ran: Placement | None = None
         """The placement that had room last."""
+        self._reduced: Placement | None = None
+        """The first one, where workers are away from it."""
+        self._awaiting: _Awaited | None = None
+        """Room for these."""
 
     def prepare(self, placement: Placement) -> None:
         """Places agents where there are none for this placement, or one of them is gone."""
@@ -90,6 +106,9 @@ class RayLauncher:
             self._release()
             raise
         self._placement = self._ran = placement
+        self._reduced = self._reduced or placement
+        if self._setup.away and placement == self._reduced:
+            self._awaiting = _Awaited(self._setup, self._worker, self._on_back)
         log.info("replica %d: workers on %s", self._setup.replica, ", ".join(self._node_names()))
 
     def locate(self, device: int) -> DeviceAddress:
@@ -115,6 +134,9 @@ class RayLauncher:
         return list(dict.fromkeys(f"{one.address} ({str(one.host)[:8]})" for one in addresses))
 
     def _release(self) -> None:
+        if self._awaiting:
+            self._awaiting.close()
+            self._awaiting = None
         for agent in self._agents.values():
             if agent.silent:
                 self._silent[str(agent.address.host)] = time.monotonic() + _SILENT_SECONDS
@@ -125,11 +147,14 @@ class RayLauncher:
     def _await_room(self, placement: Placement) -> tuple[Bundle, ...]:
         """Reserves what the placement needs, in `_group`.
 
-        What has run before it waits for without limit: a lost node may come back. For another placement it waits
-        `ROOM_SECONDS`, and raises InputError then, as at once for what the cluster will never have room for.
+        What has run before it waits for without limit: a lost node may come back. For the first placement it waits
+        `ROOM_SECONDS`, for a change of plans `SWITCH_SECONDS`, and raises InputError then, as at once for what the
+        cluster will never have room for.
         """
         patient = placement == self._ran if self._ran else self._setup.started
+        limit = SWITCH_SECONDS if self._ran else ROOM_SECONDS
         began, said, reserved = time.monotonic(), 0.0, None
+        left: tuple[tuple[int, ...], ...] | None = None
         while True:
             self._silent = {node: until for node, until in self._silent.items() if until > time.monotonic()}
             try:
@@ -147,15 +172,24 @@ class RayLauncher:
                     return wanted
                 problem = f"no room now for {sum(len(bundle.devices) for bundle in wanted)} workers"
             waited = time.monotonic() - began
-            if waited > ROOM_SECONDS and not patient:
+            if waited > limit and not patient:
                 raise InputError(
-                    f"the Ray cluster had {problem} of replica {self._setup.replica} for {ROOM_SECONDS:g} s; "
+                    f"the Ray cluster had {problem} of replica {self._setup.replica} for {limit:g} s; "
                     "`ray status` says what has taken its resources"
                 )
+            if waited > LEFT_SECONDS and patient and left != (now := self._left(placement)):
+                left = now
+                self._on_left(now, tuple(self._silent))
             if waited > said + _SAY_SECONDS:
                 log.warning("waiting for the Ray cluster: %s", problem)
                 said = waited
             self._on_progress(f"waiting for the Ray cluster for {waited:.0f} s: {problem}", 0.0)
+
+    def _left(self, placement: Placement) -> tuple[tuple[int, ...], ...]:
+        """Devices that there is room for now, by node."""
+        free = available_resources_per_node()
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in self._silent]
+        return devices_left(placement, self._worker, [free.get(node, {}) for node in alive])
 
     def _reserve(self, wanted: Sequence[Bundle], silent: Collection[str]) -> None:
         """Asks for the bundles, on other nodes than the silent ones."""
@@ -170,8 +204,7 @@ class RayLauncher:
 
     def _free_group(self) -> None:
         if self._group is not None:
-            with contextlib.suppress(RayError):
-                remove_placement_group(self._group)
+            _remove(self._group)
             self._group = None
 
     def _place(self, wanted: Sequence[Bundle]) -> dict[int, "_Agent"]:
@@ -195,6 +228,30 @@ class RayLauncher:
                 agent.release()
             raise
         return agents
+
+
+class _Awaited:
+    """Room for workers that are away, reserved as soon as the cluster has it; Ray's autoscaler sees that it lacks."""
+
+    def __init__(self, setup: RaySetup, worker: dict[str, float], on_back: Callable[[bool], None]) -> None:
+        name = _name(f"exeplan-replica-{setup.replica}-away")
+        self._group = placement_group([worker] * setup.away, strategy="PACK", name=name)
+        self._on_back, self._closed = on_back, threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def close(self) -> None:
+        """Gives the room to whoever reserves next."""
+        self._closed.set()
+        _remove(self._group)
+
+    def _watch(self) -> None:
+        there = None
+        while not self._closed.wait(_LOOK_SECONDS):
+            with contextlib.suppress(RayError):  # While the head node is gone nothing is known.
+                now = placement_group_table(self._group)["state"] == "CREATED"
+                if now != there and not self._closed.is_set():
+                    there = now
+                    self._on_back(there)
 
 
 class _Agent:
@@ -305,6 +362,11 @@ class _RayWorker:
 
     def join(self) -> None:
         """The agent waits for the worker before it starts another."""
+
+
+def _remove(group: PlacementGroup) -> None:
+    with contextlib.suppress(RayError):
+        remove_placement_group(group)
 
 
 def _name(what: str) -> str:

@@ -33,7 +33,6 @@ from exeplan.runner.compute.device import local_device
 from exeplan.runner.compute.device_sampling import DeviceSamples, sample_on_device
 from exeplan.runner.compute.encoder import num_encoder_tokens
 from exeplan.runner.compute.gpu_memory import measure_kv_budget
-from exeplan.runner.compute.kv_budget import most_rows, with_finite_context
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.precision import check_precision
@@ -74,6 +73,7 @@ from exeplan.runner.ipc.messages import (
     WorkerRefused,
     WorkerSetup,
 )
+from exeplan.scheduling.largest_passes import captured_rows, with_finite_context
 
 clock = time.perf_counter
 _LOADING_PAUSE = 0.2
@@ -249,9 +249,7 @@ class Worker:
                 self._receiver = Receiver(self._spec, placement, seat, wire, self._runner)
                 self._receiver.start(self._report_received, reports.fail)
         if self._runner.kernels is not None:
-            schedule = setup.schedule
-            rows = -(-most_rows(schedule) // schedule.num_micro_batches)
-            warm_up_runner(self._runner, rows, phase=stage.phase)
+            warm_up_runner(self._runner, captured_rows(setup.schedule), phase=stage.phase)
         if self._sender:
             self._runner.use_cache(cast(KVCache, PassingCache(device, self._sender.put_layer)))
             self._sender.start(reports.fail)
@@ -359,6 +357,7 @@ class Worker:
             options = self._options
             self._reference = with_own_weights(self._spec, passes, dtype=options.dtype, kv_dtype=options.kv_dtype)
         sample = self._reference.repeat()
+        self._reference.take()  # The engine keeps them.
         self._reports.send(
             ReferenceRan(number=sample.number, seconds=sample.seconds, cost=sample.cost, others=sample.others)
         )

@@ -56,6 +56,14 @@ OnLoading = Callable[[int, int], None]
 """Called with a rank, and how many bytes of its weights it has read."""
 
 
+class WorkerLoadError(ChildProcessError):
+    """A worker ended before it had loaded the model."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class Report(NamedTuple):
     """What a worker reported; None when it has died."""
 
@@ -80,7 +88,8 @@ class WorkerGroup:
     ) -> None:
         """`on_loss` is called, in some thread, when a worker has died: its report is there then.
 
-        Raises InputError for a model that cannot be loaded, ChildProcessError when a worker died before it was.
+        Raises InputError for a model that cannot be loaded, WorkerLoadError when a worker died before it was, another
+        ChildProcessError when one could not be started.
         """
         self._setup, self._on_loss, self._launcher = setup, on_loss, launcher or LocalLauncher()
         self.reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
@@ -234,9 +243,9 @@ class WorkerGroup:
                 case WorkerRefused(message=message):
                     raise InputError(message)
                 case WorkerFailed(message=message):
-                    raise ChildProcessError(f"worker {report.rank} failed: {message}")
+                    raise WorkerLoadError(report.rank, f"worker {report.rank} failed: {message}")
                 case None:
-                    raise ChildProcessError(f"worker {report.rank} died while it loaded the model")
+                    raise WorkerLoadError(report.rank, f"worker {report.rank} died while it loaded the model")
                 case _:
                     raise ChildProcessError(f"worker {report.rank} sent {type(report.event).__name__} while it loaded")
         self.kv_budget = smallest_budget(budgets)

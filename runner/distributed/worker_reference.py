@@ -71,6 +71,11 @@ class WorkerReferencePasses:
         found = (replace(one, time=one.time - began) for one in self.samples if one.time >= began)
         return MachineSpeed(passes=self.passes, samples=tuple(found))
 
+    def take(self) -> MachineSpeed:
+        """Of the samples since the last call, which are not kept."""
+        found, self.samples = MachineSpeed(passes=self.passes, samples=tuple(self.samples)), []
+        return found
+
     def _take(self, ran: ReferenceRan) -> None:
         """The geometric means of the workers'; its cost is that of the one that took longest."""
         current = self._round

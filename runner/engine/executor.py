@@ -36,6 +36,14 @@ class WorkerError(RuntimeError):
     """A worker died or hangs: the running batches are lost, and `restart` may help."""
 
 
+class DeviceLostError(WorkerError):
+    """No worker can be started on a device, time after time; `left` are the others of the placement."""
+
+    def __init__(self, device: int, left: Sequence[int]) -> None:
+        super().__init__(f"no worker can be started on device {device}")
+        self.left = tuple(left)
+
+
 class BatchDone(NamedTuple):
     """A batch has left its last stage."""
 

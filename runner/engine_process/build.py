@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.plan import Plan
+from exeplan.core.profile import ReferencePass
 from exeplan.core.schedule import needs_other_engine
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
@@ -23,7 +24,7 @@ from exeplan.progress import OnProgress, Progress, no_progress, note
 from exeplan.runner.ipc.messages import EngineOptions, EngineSetup, ModelSource, RaySetup
 
 if TYPE_CHECKING:
-    from exeplan.runner.distributed.launcher import Launcher
+    from exeplan.runner.distributed.launcher import Launcher, OnLeft
     from exeplan.runner.engine.engine import Engine
     from exeplan.runner.engine.executor import Executor
     from exeplan.runner.engine.timeline import TimelineFile
@@ -39,8 +40,10 @@ def engine_setup(
     timeline: Path | None = None,
     deadline_seconds: float | None = None,
     ray: RaySetup | None = None,
+    reference_passes: tuple[ReferencePass, ...] = (),
 ) -> EngineSetup:
-    """Everything that an engine must know. `timeline` names a file for what runs when.
+    """Everything that an engine must know. `timeline` names a file for what runs when, and `reference_passes` are
+    repeated while it works.
 
     `ray` says which cluster has the plan's devices; None where all of them are on this host.
 
@@ -69,6 +72,7 @@ def engine_setup(
         timeline=str(timeline) if timeline else None,
         capacity=plan.capacity,
         ray=ray,
+        reference_passes=reference_passes,
     )
 
 
@@ -90,8 +94,17 @@ def _deadline(plan: Plan) -> float:
     return max(_DEADLINE_FACTOR * max(estimate.ttft, estimate.tpot), _LEAST_DEADLINE_SECONDS)
 
 
-def open_launcher(setup: EngineSetup, on_progress: OnProgress = no_progress) -> "Launcher | None":
-    """The launcher of a plan on several hosts; None on one host. Raises InputError where there are none."""
+def open_launcher(
+    setup: EngineSetup,
+    *,
+    on_progress: OnProgress = no_progress,
+    on_left: "OnLeft" = lambda by_node, silent: None,
+    on_back: Callable[[bool], None] = lambda there: None,
+) -> "Launcher | None":
+    """The launcher of a plan on several hosts; None on one host. Raises InputError where there are none.
+
+    `on_left` and `on_back` are `RayLauncher`'s.
+    """
     if setup.ray is None:
         return None
     from exeplan.runner.distributed.ray_agent import ModelOfPlan
@@ -100,7 +113,9 @@ def open_launcher(setup: EngineSetup, on_progress: OnProgress = no_progress) -> 
     spec, options = _spec(setup), setup.engine
     directory = str(spec.directory) if spec.directory and not options.dummy_weights else None
     model = ModelOfPlan(name=spec.name, directory=directory, fingerprint=spec.fingerprint)
-    return RayLauncher(setup.ray, model, options, setup.num_threads, on_progress=on_progress)
+    return RayLauncher(
+        setup.ray, model, options, setup.num_threads, on_progress=on_progress, on_left=on_left, on_back=on_back
+    )
 
 
 def build_engine(
@@ -153,7 +168,7 @@ def build_executor(
 
 def _spec(setup: EngineSetup) -> ModelSpec:
     """The model, with a finite context where its KV cache is measured."""
-    from exeplan.runner.compute.kv_budget import with_finite_context
+    from exeplan.scheduling.largest_passes import with_finite_context
 
     model = setup.model
     spec = model_spec(model.config, name=model.name, directory=Path(model.directory) if model.directory else None)
@@ -185,13 +200,13 @@ def _single_device_executor(
 ) -> "Executor":
     from exeplan.runner.compute.device import local_device
     from exeplan.runner.compute.gpu_memory import measure_kv_budget
-    from exeplan.runner.compute.kv_budget import most_rows
     from exeplan.runner.compute.loading_bar import LoadingBar
     from exeplan.runner.compute.model_runner import ModelRunner
     from exeplan.runner.compute.precision import check_precision
     from exeplan.runner.compute.warm_up import warm_up_runner
     from exeplan.runner.engine.async_executor import AsyncExecutor
     from exeplan.runner.engine.executor import InProcessExecutor
+    from exeplan.scheduling.largest_passes import most_rows
 
     options = setup.engine
     device = local_device(options.device, setup.placement[0].devices[0])

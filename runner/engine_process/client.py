@@ -9,6 +9,9 @@ waiting, and what comes meanwhile waits as well unless loading takes long. A req
 such ends is given up, as `Engine.restart` does after crashes of workers; so is one that the engine was just adding, and
 then only that one. Engines that end one after another before they ran a batch are a failure.
 
+An engine that has lost devices says which are left; `fall_back` has another one go on with a plan for those. It gets
+the jobs in the same way, without a crash being counted.
+
 Not here: the sequences of one request (`job.py`), the process and its connection (`link.py`), and what forks it
 (`exeplan.runner.ipc.fork_server`).
 """
@@ -18,7 +21,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
@@ -34,6 +37,8 @@ from exeplan.runner.ipc.messages import (
     Abort,
     Alive,
     Begun,
+    DevicesBack,
+    DevicesLeft,
     EngineBroken,
     EngineCommand,
     EngineDown,
@@ -77,6 +82,8 @@ class _End:
     reason: str
     final: bool = False
     """Whether another one would not fare better."""
+    left: DevicesLeft | None = None
+    """On which devices it would."""
 
 
 @dataclass(eq=False, slots=True)
@@ -117,8 +124,9 @@ class EngineClient:
         self.failure: str | None = None
         self.ended = asyncio.Event()
         """Set when there is a failure."""
-        self.pause: str | None = None
-        """Why nothing runs while the engine or its workers are restarted; None otherwise."""
+        self._pause: str | None = None
+        self.paused_since = 0.0
+        """When the latest pause began, by `time.monotonic`."""
         self.loading: Loading | None = Loading("starting the engine")
         """What is loaded before anything can run; None once it is, until something is restarted."""
         self.stats = Stats()
@@ -130,6 +138,14 @@ class EngineClient:
         self.on_step: Callable[[list[Event], Stats], None] = lambda events, stats: None
         self.on_failure: Callable[[], None] = lambda: None
         """Called when there is a failure, before the jobs end with it: other clients may go on with them."""
+        self.on_devices: Callable[[], None] = lambda: None
+        """Called when `left` or `back` has changed."""
+        self.find_setup: Callable[[DevicesLeft], Awaitable[EngineSetup | None]] | None = None
+        """Asked, where devices of this host are lost for good, for the setup of a plan on the others."""
+        self.left: DevicesLeft | None = None
+        """The devices that are left to a pipeline that waits for those that it has lost; None where it has all."""
+        self.back = False
+        """Whether the devices that a pipeline on fewer of them had before are there again."""
         self._setup, self._numbers = setup, numbers or itertools.count(1)
         self._forks, self._own_forks = forks or engine_forks(), forks is None
         self._link: EngineLink | None = None
@@ -184,6 +200,7 @@ class EngineClient:
             await link.end()
             raise (InputError if isinstance(event, SetupRefused) else EngineError)(event.message)
         self.num_blocks, self.loading, self._up = event.num_blocks, None, True
+        self._note_devices()
         self.stats = Stats(num_blocks=self.num_blocks, free_blocks=self.num_blocks)
         self._began = self._progress = time.monotonic()
         self._load_seconds = self._began - started
@@ -191,8 +208,11 @@ class EngineClient:
     async def _until_loaded(self, link: EngineLink) -> EngineReady | SetupRefused | EngineBroken:
         """How loading ended. Raises EngineError where the process ended before that, or sent something else."""
         try:
-            while isinstance(event := await link.read(), Loading):
-                self.loading = event
+            while isinstance(event := await link.read(), Loading | DevicesLeft):
+                if isinstance(event, Loading):
+                    self.loading = event
+                else:
+                    self._note_devices(left=event)
         except MessageError as error:
             await link.end(patience=0.0)
             raise EngineError(str(error)) from None
@@ -202,6 +222,17 @@ class EngineClient:
             return event
         await link.end(patience=0.0)
         raise EngineError(f"the engine process sent {type(event).__name__} before it was ready")
+
+    @property
+    def pause(self) -> str | None:
+        """Why nothing runs while the engine or its workers are restarted; None otherwise."""
+        return self._pause
+
+    @pause.setter
+    def pause(self, reason: str | None) -> None:
+        if reason and not self._pause:
+            self.paused_since = time.monotonic()
+        self._pause = reason
 
     @property
     def pid(self) -> int | None:
@@ -273,9 +304,12 @@ class EngineClient:
     def jobs(self) -> tuple[Job, ...]:
         return tuple(self._jobs.values())
 
-    def hand_over(self, job: Job, other: "EngineClient") -> None:
-        """Another client goes on with a job of this one, which has failed or is paused."""
-        job.count_crash()
+    def hand_over(self, job: Job, other: "EngineClient", *, crashed: bool = True) -> None:
+        """Another client goes on with a job of this one, which has failed or is paused, or drains."""
+        if crashed:
+            job.count_crash()
+        else:
+            job.leave()
         lost = [event for event in job.lost(time.perf_counter()) if self._deliver(event)]
         self.on_step(lost, self.stats)
         self.release(job)
@@ -305,6 +339,8 @@ class EngineClient:
 
         Raises InputError where that is not possible, and nothing has changed; EngineError when the engine is gone.
         """
+        if self.left:
+            raise InputError("the pipeline waits for devices that it has lost; accept the plan for those that are left")
         answer = await self._ask(SwitchPlan(number=next(self._numbers), setup=setup))
         if isinstance(answer, PlanRefused):
             raise InputError(answer.message)
@@ -323,6 +359,25 @@ class EngineClient:
                 return await self._asked.answer
             finally:
                 self._asked = None
+
+    def fall_back(self, setup: EngineSetup, *, reason: str) -> None:
+        """Another engine goes on, with the setup of a plan for the devices that are left to this one, which waits."""
+        assert self._link
+        self._setup, self._failed_starts = setup, 0
+        self._switches.clear()
+        self._note_devices()
+        self._link.kill(reason)
+
+    def refuse_switch(self) -> None:
+        """A change of plans that has not been answered ends with InputError: the engine waits for devices, and is to be
+        replaced."""
+        if self._asked and isinstance(self._asked.message, SwitchPlan):
+            self._asked.refuse(InputError("devices were lost while the plan was changed"))
+
+    def _note_devices(self, *, left: DevicesLeft | None = None, back: bool = False) -> None:
+        if (left, back) != (self.left, self.back):
+            self.left, self.back = left, back
+            self.on_devices()
 
     def fail_all(self, error: Exception) -> None:
         """Ends every job with this error."""
@@ -397,7 +452,8 @@ class EngineClient:
     async def _replace(self, end: _End) -> str | None:
         """Another engine takes over. Returns why none can."""
         self._count_crash()
-        if end.final:
+        self._note_devices()
+        if end.final and not (end.left and await self._has_setup_for(end.left, end.reason)):
             return end.reason
         if time.monotonic() - self._began > LONG_LIFE_SECONDS:
             self._failed_starts = 0
@@ -417,6 +473,13 @@ class EngineClient:
             self._resume()
             return None
         return f"{self._failed_starts} engines in a row ended before they ran a batch; the last: {reason}"
+
+    async def _has_setup_for(self, left: DevicesLeft, reason: str) -> bool:
+        """Whether there is a plan for these devices, with which the next engine is to run."""
+        self.pause, self.loading = f"a plan for the devices left is being made ({reason})", None
+        setup = await self.find_setup(left) if self.find_setup else None
+        self._setup = setup or self._setup
+        return setup is not None
 
     def _count_crash(self) -> None:
         """What may be the cause was there at one crash more; at the last that is allowed it is given up."""
@@ -474,8 +537,13 @@ class EngineClient:
                     job.count_crash()
             case EngineUp():
                 self.pause = self.loading = None
+                self._note_devices(back=self.back)
+            case DevicesLeft():
+                self._note_devices(left=event)
+            case DevicesBack():
+                self._note_devices(back=event.there)
             case EngineBroken():
-                return _End(event.message, final=event.final)
+                return _End(event.message, final=event.final, left=event.left)
             case EngineReady() | SetupRefused():
                 return _End(f"the engine process sent {type(event).__name__} a second time")
             case _:
@@ -487,6 +555,7 @@ class EngineClient:
         setup = self._switches.pop(answer.number, None)
         if isinstance(answer, PlanSwitched) and setup:
             self.num_blocks, self._setup = answer.num_blocks, setup
+            self._note_devices()
         asked = self._asked
         if asked and asked.message.number == answer.number and not asked.answer.done():
             asked.answer.set_result(answer)

@@ -110,6 +110,11 @@ class Job:
             sequence.crashes += sequence.running if adding is None else adding is self
             sequence.running = False
 
+    def leave(self) -> None:
+        """Another engine is to go on with it, though this one works: nothing of it runs here any more."""
+        for sequence in self._sequences.values():
+            sequence.running = False
+
     def lost(self, now: float) -> list[Event]:
         """Those that were running at too many crashes, as an engine would report them at time `now`."""
         lost = [one for one in sorted(self.open & set(self._sequences)) if self._sequences[one].crashes >= MAX_CRASHES]

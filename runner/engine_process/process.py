@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, assert_never
 import msgspec
 from msgspec.structs import replace
 
+from exeplan.core.schedule import num_devices
 from exeplan.errors import InputError
 from exeplan.runner import logs
 from exeplan.runner.distributed.launcher import use_fork_server
+from exeplan.runner.engine_process.speed_watch import SpeedWatch
 from exeplan.runner.engine_process.switch_plan import ExecutorBuilt, PlanSwitcher
 from exeplan.runner.ipc.fork_server import ForkChannel
 from exeplan.runner.ipc.frames import MessageError, frame
@@ -32,6 +34,8 @@ from exeplan.runner.ipc.messages import (
     Abort,
     Alive,
     Begun,
+    DevicesBack,
+    DevicesLeft,
     EngineBroken,
     EngineCommand,
     EngineDown,
@@ -62,8 +66,9 @@ class WorkersLost:
     """Wakes an engine that waits for commands: a worker has died, and the next step finds out."""
 
 
-Command: TypeAlias = EngineCommand | ExecutorBuilt | WorkersLost | MessageError
-"""What the main thread carries out; it raises a MessageError, which stands for something that was no command."""
+Command: TypeAlias = EngineCommand | ExecutorBuilt | WorkersLost | DevicesBack | MessageError
+"""What the main thread carries out: it raises a MessageError, which stands for something that was no command, and
+reports DevicesBack."""
 HEARTBEAT_SECONDS = 1.0
 MAX_HELD_TOKENS = 32
 """Tokens of an answer that is not streamed before they are sent: so many are computed again at most after a crash. Each
@@ -102,7 +107,7 @@ def main(connection: socket.socket, forks: socket.socket) -> int:
         # Clients see the message, so the details stay in the log.
         log.exception("the engine failed")
         message = f"the engine failed ({type(error).__name__}); the server's log says more"
-        send(EngineBroken(message=message, final=_is_worker_error(error)))
+        send(EngineBroken(message=message, final=_is_worker_error(error), left=_devices_left(error)))
         return 1
 
 
@@ -111,6 +116,13 @@ def _is_worker_error(error: Exception) -> bool:
     from exeplan.runner.engine.executor import WorkerError
 
     return isinstance(error, WorkerError)
+
+
+def _devices_left(error: Exception) -> DevicesLeft | None:
+    """Where a device of this host is lost: the others."""
+    from exeplan.runner.engine.executor import DeviceLostError
+
+    return DevicesLeft(by_node=(error.left,)) if isinstance(error, DeviceLostError) else None
 
 
 class _Inbox:
@@ -163,7 +175,13 @@ def _serve(inbox: _Inbox, send: Callable[[EngineEvent], None]) -> NoReturn:
 
     setup = inbox.take_setup()
     tell = _LoadingReporter(send).tell
-    if launcher := open_launcher(setup, tell):
+    launcher = open_launcher(
+        setup,
+        on_progress=tell,
+        on_left=lambda by_node, silent: send(DevicesLeft(by_node=by_node, silent=silent)),
+        on_back=lambda there: inbox.put(DevicesBack(there=there)),
+    )
+    if launcher:
         inbox.leave = launcher.close
 
     def on_loss() -> None:
@@ -175,7 +193,10 @@ def _serve(inbox: _Inbox, send: Callable[[EngineEvent], None]) -> NoReturn:
     inbox.wake = engine.wake
     send(EngineReady(num_blocks=engine.num_blocks))
     heartbeat = min(HEARTBEAT_SECONDS, setup.deadline_seconds / 4)
-    _EngineLoop(engine, PlanSwitcher(engine, setup, build=build, put=inbox.put), send).run(inbox, heartbeat)
+    switcher = PlanSwitcher(engine, setup, build=build, put=inbox.put)
+    alone = setup.num_threads == 1 and num_devices(setup.placement) == 1 and setup.ray is None
+    speed = SpeedWatch(engine, setup.reference_passes, one_thread=alone)
+    _EngineLoop(engine, switcher, send, speed).run(inbox, heartbeat)
 
 
 class _LoadingReporter:
@@ -203,8 +224,10 @@ class _OpenRequest:
 class _EngineLoop:
     """Carries out commands, and runs an iteration, in turn."""
 
-    def __init__(self, engine: "Engine", switcher: PlanSwitcher, send: Callable[[EngineEvent], None]) -> None:
-        self._engine, self._switcher, self._send = engine, switcher, send
+    def __init__(
+        self, engine: "Engine", switcher: PlanSwitcher, send: Callable[[EngineEvent], None], speed: SpeedWatch
+    ) -> None:
+        self._engine, self._switcher, self._send, self._speed = engine, switcher, send, speed
         self._requests: dict[str, _OpenRequest] = {}
         engine.on_begin = lambda request_ids, start: send(Begun(request_ids=request_ids, start=start))
 
@@ -218,11 +241,11 @@ class _EngineLoop:
             if not (commands or self._engine.has_work):
                 self._send(Alive())
                 continue
-            outputs += self._step()
+            outputs += self._speed.timed(self._step)
             # A request that got tokens during a switch of plans may have been aborted since.
             due = [output for output in outputs if output.request_id in self._requests]
             events = [event for output in due if (event := self._due(output))]
-            self._send(IterationDone(events=events, stats=_stats(self._engine)))
+            self._send(IterationDone(events=events, stats=replace(_stats(self._engine), **self._speed.look())))
 
     def _take(self, command: Command, outputs: "list[Output]") -> EngineEvent | None:
         """Carries a command out. Returns the answer, if there is one now."""
@@ -237,9 +260,13 @@ class _EngineLoop:
                 stats = self._engine.length_stats()
                 return LengthStatsReport(number=command.number, now=stats.now, left=stats.left, running=stats.running)
             case SwitchPlan() | ExecutorBuilt():
-                return self._switcher.take(command, outputs)
+                answer = self._switcher.take(command, outputs)
+                self._speed.renew()
+                return answer
             case WorkersLost():
                 pass
+            case DevicesBack():
+                return command
             case EngineSetup():
                 raise _out_of_order(command)
             case MessageError():

@@ -4,7 +4,10 @@ A request goes to one replica, with all its sequences, by the plan's router; a r
 failed gets none while another is up. What a replica had when it failed goes on on the others, with its tokens so far.
 So does what one on other hosts had that has been paused for `MOVE_SECONDS`: to find room for its workers may take long.
 The set has failed when all replicas have.
-Replicas may start and stop while it runs: one that stops drains first, and is used again if it is wanted before.
+A replica that has lost devices may go on with a plan for those that are left, and back to its own (`fall_back`,
+`switch_replica`).
+Replicas may start and stop while it runs: one that stops drains first, and is used again if it is wanted before. One
+that an operator has drained stays away until it is resumed.
 
 Not here: one engine process (`client.py`), the router's law (`exeplan/scheduling/router.py`), and where workers are.
 """
@@ -13,7 +16,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +27,17 @@ from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.engine_process.link import engine_forks
 from exeplan.runner.ipc.child_process import WATCH_SECONDS
-from exeplan.runner.ipc.messages import EngineSetup, Event, LengthStatsReport, Loading, PlanSwitched, Prompt, Stats
+from exeplan.runner.ipc.messages import (
+    DevicesLeft,
+    EngineSetup,
+    Event,
+    LengthStatsReport,
+    Loading,
+    PlanSwitched,
+    Prompt,
+    RaySetup,
+    Stats,
+)
 from exeplan.scheduling.router import Queues, Router
 from exeplan.scheduling.scaling import to_drain
 
@@ -36,6 +49,9 @@ AGAIN_SECONDS = 30.0
 """After a replica could not be started until its number is tried again."""
 _DRAINED_SECONDS = 0.05
 """Between two looks whether a replica that drains has answered all."""
+
+_OF_ONE = ("iteration_tokens", "num_prefill", "num_decode", "slowness", "reference_seconds")
+"""Fields of Stats that are of one engine's iteration, and not sums over all."""
 
 OnStep = Callable[[list[Event], Stats], None]
 
@@ -49,6 +65,19 @@ class _Replica:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """What an operator sees of a replica."""
+
+    number: int
+    state: str
+    """serving, paused, draining, drained, starting, failed, or stopped, of which scaling has no need."""
+    num_requests: int
+    """Sequences that it has."""
+    reason: str | None
+    """Why it is paused or has failed."""
+
+
 class ReplicaSet:
     """Starts, feeds and ends the engine processes of several replicas (see `EngineClient`, whose members these are)."""
 
@@ -60,6 +89,12 @@ class ReplicaSet:
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._draining: dict[int, asyncio.Task[None]] = {}
         self._failed_at: dict[int, float] = {}
+        self._held: set[int] = set()
+        """Replicas that an operator has drained."""
+        self.on_devices: Callable[[int], None] = lambda number: None
+        """As `EngineClient.on_devices`, with the number of the replica."""
+        self.find_setup: Callable[[int, DevicesLeft], Awaitable[EngineSetup | None]] | None = None
+        """As `EngineClient.find_setup`, with the number of the replica."""
         self.start_seconds = 0.0
         """What the latest replica that has started took for it."""
         self.num_reserved = 0
@@ -85,7 +120,42 @@ class ReplicaSet:
     def _replica(self, number: int) -> _Replica:
         client = EngineClient(self._setups[number], numbers=self._numbers, forks=self._forks)
         client.on_failure = partial(self._move, client)
+        client.on_devices = lambda: self.on_devices(number)
+        client.find_setup = partial(self._find_setup, number)
         return _Replica(client, self._setups[number], number)
+
+    async def _find_setup(self, number: int, left: DevicesLeft) -> EngineSetup | None:
+        setup = await self.find_setup(number, left) if self.find_setup else None
+        if setup:
+            self._take_setup(number, setup)
+        return setup
+
+    def client(self, number: int) -> EngineClient | None:
+        """Of a replica that runs."""
+        return next((one.client for one in self._replicas if one.number == number), None)
+
+    def fall_back(self, number: int, setup: EngineSetup, *, reason: str) -> None:
+        """See `EngineClient.fall_back`."""
+        client = self.client(number)
+        assert client
+        self._take_setup(number, setup)
+        client.fall_back(self._setups[number], reason=reason)
+
+    async def switch_replica(self, number: int, setup: EngineSetup) -> PlanSwitched:
+        """Switches one replica to a setup. Raises InputError where it cannot, EngineError when it is gone."""
+        client = self.client(number)
+        if client is None:
+            raise EngineError(f"replica {number} does not run")
+        switched = await client.switch_plan(with_fields(setup, timeline=self._setups[number].timeline))
+        self._take_setup(number, setup)
+        return switched
+
+    def _take_setup(self, number: int, setup: EngineSetup) -> None:
+        """What the replica runs from now on, also where it is started anew; the timeline stays its own."""
+        setup = self._setups[number] = with_fields(setup, timeline=self._setups[number].timeline)
+        self._replicas = [
+            _Replica(one.client, setup, number) if one.number == number else one for one in self._replicas
+        ]
 
     @property
     def num_serving(self) -> int:
@@ -105,15 +175,16 @@ class ReplicaSet:
 
         What fails to start is tried again after `AGAIN_SECONDS`.
         """
-        for number in sorted(self._draining)[: max(wanted - self.num_serving - self.num_starting, 0)]:
+        own = sorted(one.number for one in self._replicas if one.number in set(self._draining) - self._held)
+        for number in own[: max(wanted - self.num_serving - self.num_starting, 0)]:
             self._draining.pop(number).cancel()
             log.info("replica %d serves again", number)
-        alive = {one.number for one in self._replicas if not one.client.failure} | set(self._starting)
+        alive = {one.number for one in self._replicas if not one.client.failure}
+        alive |= {*self._starting, *self._draining, *self._held}
         latest = time.monotonic() - AGAIN_SECONDS
         free = [n for n in range(len(self._setups)) if n not in alive and self._failed_at.get(n, latest) <= latest]
         for number in free[: max(wanted - self.num_serving - self.num_starting, 0)]:
-            log.info("replica %d is started", number)
-            self._starting[number] = asyncio.create_task(self._start(number))
+            self._begin(number)
         staying = {
             one.number: one.client.num_sequences
             for one in self._replicas
@@ -121,10 +192,71 @@ class ReplicaSet:
         }
         for _ in range(min(len(staying) - wanted, len(staying) - 1)):  # What loads serves nothing yet.
             del staying[number := to_drain(staying)]
-            log.info("replica %d drains", number)
-            self._draining[number] = asyncio.create_task(self._drain(number))
+            self._end(number)
+
+    def drain(self, number: int, *, move: bool = False) -> None:
+        """Gives a replica no more requests, and ends it once it has answered what it has; until `resume`.
+
+        With `move` others go on with what it has, from the tokens so far. Raises InputError for a replica that there is
+        not, or without which none would serve.
+        """
+        self._check_number(number)
+        others = [one for one in self._up if one.number != number]
+        if number not in self._held and not others:
+            raise InputError(f"replica {number} is the only one that serves; resume another one first")
+        self._held.add(number)
+        if number not in self._draining and self.client(number):  # One that starts drains then.
+            self._end(number)
+        if move and (client := self.client(number)) and others:
+            self._move(client, crashed=False)
+            # It may not have them back: what its engine still sends of them has been computed elsewhere, too.
+            self._replicas = [one for one in self._replicas if one.number != number]
+
+    def resume(self, number: int) -> None:
+        """Has a replica that was drained, or has failed, serve again. Raises InputError for one that serves."""
+        self._check_number(number)
+        client = self.client(number)
+        if number not in self._held and (number in self._starting or (client and not client.failure)):
+            raise InputError(f"replica {number} serves, or will by itself")
+        self._held.discard(number)
+        if number in self._draining and client:
+            self._draining.pop(number).cancel()
+            log.info("replica %d serves again", number)
+        elif number not in self._starting:
+            self._begin(number)
+
+    def _check_number(self, number: int) -> None:
+        if not 0 <= number < len(self._setups):
+            raise InputError(f"there are replicas 0 to {len(self._setups) - 1}, found {number}")
+
+    def states(self) -> list[ReplicaState]:
+        """Of all replicas that there may be, by number."""
+        return [self._state(number) for number in range(len(self._setups))]
+
+    def _state(self, number: int) -> ReplicaState:
+        client, held = self.client(number), number in self._held
+        if client is None:
+            away = "draining" if number in self._draining else "drained" if held else "stopped"
+            state = "starting" if number in self._starting else away
+            return ReplicaState(number, state, num_requests=0, reason=None)
+        if client.failure:
+            return ReplicaState(number, "failed", num_requests=0, reason=client.failure)
+        reason = client.pause or client.unready
+        state = "draining" if number in self._draining else "paused" if reason else "serving"
+        return ReplicaState(number, state, num_requests=client.num_sequences, reason=reason)
+
+    def _begin(self, number: int) -> None:
+        log.info("replica %d is started", number)
+        self._starting[number] = asyncio.create_task(self._start(number))
+
+    def _end(self, number: int) -> None:
+        log.info("replica %d drains", number)
+        replica = next(one for one in self._replicas if one.number == number)
+        self._draining[number] = asyncio.create_task(self._drain(replica))
 
     async def _start(self, number: int) -> None:
+        if ending := self._draining.get(number):  # Its devices are not free before.
+            await asyncio.wait([ending])
         replica, began = self._replica(number), time.monotonic()
         try:
             await replica.client.until_ready()
@@ -148,15 +280,16 @@ class ReplicaSet:
         self._replicas = sorted([*others, replica], key=lambda one: one.number)
         self.on_step = self._given_on_step  # Of the new one, too.
         self._watching.append(asyncio.create_task(self._watch(replica)))
+        if number in self._held:
+            self._end(number)
 
-    async def _drain(self, number: int) -> None:
-        replica = next(one for one in self._replicas if one.number == number)
+    async def _drain(self, replica: _Replica) -> None:
         while replica.client.num_jobs:
             await asyncio.sleep(_DRAINED_SECONDS)
-        self._replicas = [one for one in self._replicas if one is not replica]
-        del self._draining[number]
+        self._replicas = [one for one in self._replicas if one.client is not replica.client]
         await replica.client.close()
-        log.info("replica %d has ended", number)
+        del self._draining[replica.number]
+        log.info("replica %d has ended", replica.number)
 
     @property
     def _clients(self) -> list[EngineClient]:
@@ -169,7 +302,7 @@ class ReplicaSet:
     @on_step.setter
     def on_step(self, on_step: OnStep) -> None:
         def all_together(events: list[Event], stats: Stats) -> None:
-            one = {name: getattr(stats, name) for name in ("iteration_tokens", "num_prefill", "num_decode")}
+            one = {name: getattr(stats, name) for name in _OF_ONE}
             on_step(events, with_fields(self.stats, **one))
 
         self._given_on_step, self._on_step = on_step, on_step
@@ -256,13 +389,13 @@ class ReplicaSet:
         queues = Queues((one.client.num_sequences for one in some), [one.setup.capacity for one in some])
         return some[self._router.choose(queues)].client
 
-    def _move(self, failed: EngineClient) -> None:
-        """Others go on with the jobs of a replica that has failed, as long as there are others."""
+    def _move(self, failed: EngineClient, *, crashed: bool = True) -> None:
+        """Others go on with the jobs of a replica that has failed or drains, as long as there are others."""
         if all(client.failure for client in self._clients):
             return
         for job in failed.jobs:
             self._jobs[job.job_id] = other = self._choose()
-            failed.hand_over(job, other)
+            failed.hand_over(job, other, crashed=crashed)
 
     async def _relieve(self) -> None:
         """Moves the jobs of replicas on other hosts that are paused for long, as long as others work."""
@@ -296,7 +429,7 @@ class ReplicaSet:
         if self.failure:
             raise EngineError(self.failure)
         given = [
-            with_fields(setups[number if number < len(setups) else 0], ray=own.ray, timeline=own.timeline)
+            with_fields(setups[number if number < len(setups) else 0], ray=_whole(own.ray), timeline=own.timeline)
             for number, own in enumerate(self._setups)
         ]
         wanted = [(replica, given[replica.number]) for replica in self._replicas]
@@ -355,3 +488,8 @@ class ReplicaSet:
         if not left:
             self.failure = client.failure
             self.ended.set()
+
+
+def _whole(ray: RaySetup | None) -> RaySetup | None:
+    """Where a replica has all devices of its plan."""
+    return with_fields(ray, away=0, silent=()) if ray else None

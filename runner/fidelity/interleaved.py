@@ -18,6 +18,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate
 from exeplan.planner.load_problem import engine_blocks
+from exeplan.policies import load_policy
 from exeplan.runner.compute.reference_passes import RepeatedPasses
 from exeplan.runner.engine.engine import Engine
 from exeplan.runner.engine_process.build import build_engine, engine_setup
@@ -64,7 +65,8 @@ class Measured:
     plan: Plan
     slices: tuple[Slice, ...]
     profile_error: float
-    """The standard error of the profile's times, relative, common to all plans."""
+    """The standard error of the profile's times, relative, common to all plans of policies that keep finished rows, and
+    to those of the others."""
 
     def mean(self, column: str, figure: str) -> float | None:
         """Of a figure of `predicted`, `measured` or `at_profile_speed`, over the slices in which all three have it.
@@ -155,9 +157,13 @@ def play_interleaved(
     finally:
         engine.close()
     return [
-        Measured(plan=plan, slices=tuple(slices), profile_error=profile.calibration_error)
+        Measured(plan=plan, slices=tuple(slices), profile_error=_profile_error(profile, plan))
         for plan, slices in zip(plans, found, strict=True)
     ]
+
+
+def _profile_error(profile: Profile, plan: Plan) -> float:
+    return profile.error_of(keeps_finished_rows=load_policy(plan.schedule.policy).KEEPS_FINISHED_ROWS)
 
 
 def _slice(

@@ -70,6 +70,10 @@ class RaySetup(Part, frozen=True):
     replica: int
     started: bool = False
     """Whether the pipeline has run before: it waits for room without limit then."""
+    away: int = 0
+    """Workers that the pipeline had before it lost devices, and has not: it says when the cluster has room for them."""
+    silent: tuple[str, ...] = ()
+    """Nodes that acknowledge nothing, by Ray's ids, though Ray may take them for healthy."""
 
 
 class EngineSetup(Message, frozen=True):
@@ -90,6 +94,8 @@ class EngineSetup(Message, frozen=True):
     """None where all devices are on this host."""
     capacity: float | None = None
     """As the plan says it, for the router of several replicas."""
+    reference_passes: tuple[ReferencePass, ...] = ()
+    """Of the plan's profile, to be repeated while the engine works; () where the machine's speed is not watched."""
 
 
 class Sampling(Part, frozen=True):
@@ -266,7 +272,8 @@ class Event(Record, frozen=True):
 
 
 class Stats(Record, frozen=True):
-    """The engine after an iteration, and what that ran: `iteration_tokens` and both counts are 0 where nothing ran."""
+    """The engine after an iteration, and what that ran: `iteration_tokens` and both counts are 0 where nothing ran, and
+    `slowness` where no reference pass came after it."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -276,6 +283,10 @@ class Stats(Record, frozen=True):
     iteration_tokens: int = 0
     num_prefill: int = 0
     num_decode: int = 0
+    slowness: float = 0.0
+    """How many times as long passes take as while the profile was measured, other processes on the cores included."""
+    reference_seconds: float = 0.0
+    """What the reference passes took that tell it."""
 
 
 class IterationDone(Message, frozen=True):
@@ -325,12 +336,29 @@ class EngineUp(Message, frozen=True):
     """The new workers are ready."""
 
 
+class DevicesLeft(Message, frozen=True):
+    """Workers cannot run on some devices of the placement."""
+
+    by_node: tuple[tuple[int, ...], ...]
+    """The devices that are left, those of one node together; of a Ray cluster, as many as it has room for now."""
+    silent: tuple[str, ...] = ()
+    """As in RaySetup."""
+
+
+class DevicesBack(Message, frozen=True):
+    """The cluster has room for the workers that the pipeline had before, or no longer has."""
+
+    there: bool
+
+
 class EngineBroken(Message, frozen=True):
     """An internal error; the process ends."""
 
     message: str
     final: bool
     """Whether another engine would not fare better."""
+    left: DevicesLeft | None = None
+    """Where some devices are the cause: an engine on the others would."""
 
 
 class Alive(Message, frozen=True):
@@ -345,7 +373,8 @@ class Begun(Message, frozen=True):
 
 
 EngineCommand: TypeAlias = EngineSetup | Submit | Abort | GetLengthStats | SwitchPlan
-"""EngineSetup first, and once; Loading, EngineReady, SetupRefused or EngineBroken until the engine is ready."""
+"""EngineSetup first, and once; until the engine is ready Loading and DevicesLeft, then EngineReady, SetupRefused or
+EngineBroken."""
 EngineEvent: TypeAlias = (
     Loading
     | EngineReady
@@ -359,6 +388,8 @@ EngineEvent: TypeAlias = (
     | EngineDown
     | EngineUp
     | EngineBroken
+    | DevicesLeft
+    | DevicesBack
     | Alive
     | Begun
 )
@@ -756,6 +787,15 @@ class GetFrontier(Message, frozen=True):
     """Asks for FrontierRows."""
 
 
+class PlanForLeft(Message, frozen=True):
+    """Asks what a replica can do with the devices that it has left: answered by LeftPlanned, also before WatchPlan."""
+
+    plan: Mapping[str, Any]
+    """The service's, for all devices."""
+    replica: int
+    by_node: tuple[tuple[int, ...], ...]
+
+
 class ProposedPlan(Part, frozen=True):
     """A plan that is better for the observed lengths."""
 
@@ -786,15 +826,23 @@ class FrontierRows(Message, frozen=True):
     rows: list[dict[str, Any]]
 
 
+class LeftPlanned(Message, frozen=True):
+    """As `exeplan.drift.devices_left.LeftPlan`."""
+
+    plan: Mapping[str, Any]
+    missed: float
+    verdict: str
+
+
 class AdvisorRefused(Message, frozen=True):
     """May answer any request: files of the plan are missing, or no plan keeps the bounds."""
 
     message: str
 
 
-AdvisorRequest: TypeAlias = WatchPlan | Look | PlanAdopted | GetFrontier
-"""WatchPlan first, and once."""
-AdvisorReply: TypeAlias = AdvisorReady | Looked | FrontierRows | AdvisorRefused
+AdvisorRequest: TypeAlias = WatchPlan | Look | PlanAdopted | GetFrontier | PlanForLeft
+"""WatchPlan first, and once; PlanForLeft at any time."""
+AdvisorReply: TypeAlias = AdvisorReady | Looked | FrontierRows | LeftPlanned | AdvisorRefused
 ADVISOR_REQUESTS: Channel[AdvisorRequest] = Channel("AdvisorRequest", AdvisorRequest, max_bytes=1 << 26)
 ADVISOR_REPLIES: Channel[AdvisorReply] = Channel("AdvisorReply", AdvisorReply, max_bytes=1 << 26)
 

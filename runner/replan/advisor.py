@@ -1,9 +1,9 @@
 """Advisor: watches the lengths of a service's requests and looks for better plans, in a process that yields to others.
 
 `python -m exeplan.runner.replan.advisor` answers every AdvisorRequest of its input with an AdvisorReply on its output
-(`exeplan.runner.ipc.messages`), and ends with its input. It runs at the lowest priority, so that a search costs the
-engine little. Linux may share processors out by session first (autogroups, sched(7)): then a nice value counts within
-the session only, so this process has a session of its own, whose value it lowers, too.
+(`exeplan.runner.ipc.messages`), and ends with its input. Unless it is urgent, it runs at the lowest priority, so that a
+search costs the engine little. Linux may share processors out by session first (autogroups, sched(7)): then a nice
+value counts within the session only, so this process has a session of its own, whose value it lowers, too.
 Not here: what asks, and what a proposal leads to (`replanner.py`).
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import assert_never
 
 from exeplan.core.plan import as_json
+from exeplan.drift.devices_left import plan_for_left
 from exeplan.drift.group_watch import GroupWatch
 from exeplan.drift.histograms import lengths_of
 from exeplan.drift.save_proposal import save_proposal
@@ -30,12 +31,15 @@ from exeplan.runner.ipc.messages import (
     AdvisorRequest,
     FrontierRows,
     GetFrontier,
+    LeftPlanned,
     Look,
     Looked,
     PlanAdopted,
+    PlanForLeft,
     ProposedPlan,
     WatchPlan,
 )
+from exeplan.runner.replan.advisor_process import URGENT
 
 _NICENESS = 19
 _AUTOGROUP, _SESSION_NICENESS = Path("/proc/self/autogroup"), 10
@@ -57,7 +61,7 @@ class Advisor:
             self._watch = GroupWatch(plan, problems, rules=start.rules)
         self._last: Proposal | None = None
 
-    def take(self, request: AdvisorRequest) -> AdvisorReply:
+    def take(self, request: WatchPlan | Look | PlanAdopted | GetFrontier) -> AdvisorReply:
         """Carries a request out. Raises InputError where it cannot."""
         match request:
             case Look():
@@ -112,6 +116,12 @@ class Advisor:
         return FrontierRows(rows=[asdict(row) for row in frontier_rows(results)])
 
 
+def plan_left(request: PlanForLeft) -> LeftPlanned:
+    """Raises InputError where nothing can be planned for these devices."""
+    found = plan_for_left(plan_from(request.plan, folder=Path("/")), request.replica, request.by_node)
+    return LeftPlanned(plan=as_json(found.plan), missed=found.missed, verdict=found.verdict)
+
+
 def yield_to_others() -> None:
     """Lowers the priority of this process, and of its session where processors are shared out by session."""
     os.nice(_NICENESS)
@@ -121,13 +131,17 @@ def yield_to_others() -> None:
 
 def main() -> int:
     """Answers until its input ends. Returns 1 where that is no AdvisorRequest."""
-    yield_to_others()
+    if URGENT not in sys.argv[1:]:
+        yield_to_others()
     output, sys.stdout = sys.stdout.buffer, sys.stderr  # What anything prints is no reply.
     advisor: Advisor | None = None
+    reply: AdvisorReply
     try:
         while (request := ADVISOR_REQUESTS.read(sys.stdin.buffer.read)) is not None:
             try:
-                if advisor is None:
+                if isinstance(request, PlanForLeft):
+                    reply = plan_left(request)
+                elif advisor is None:
                     advisor, reply = _started(request)
                 else:
                     reply = advisor.take(request)

@@ -15,15 +15,16 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan, as_json, single_plans
 from exeplan.core.schedule import Estimate
-from exeplan.drift.state import MODES, Replanned, ReplanState, RequestLengths, Rules
+from exeplan.drift.state import MODES, FewerDevices, Replanned, ReplanState, RequestLengths, Rules
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from, plan_model, read_plan
 from exeplan.planner.reports.plan_diff import DRAM_BYTES_PER_SECOND, diff_plans
@@ -31,14 +32,9 @@ from exeplan.planner.reports.plan_diff_text import diff_text
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.engine_process.replicas import ReplicaSet
-from exeplan.runner.ipc.child_process import start_child
-from exeplan.runner.ipc.frames import frame
 from exeplan.runner.ipc.messages import (
-    ADVISOR_REPLIES,
     AdvisorReady,
     AdvisorRefused,
-    AdvisorReply,
-    AdvisorRequest,
     EngineSetup,
     FrontierRows,
     GetFrontier,
@@ -49,10 +45,10 @@ from exeplan.runner.ipc.messages import (
     ProposedPlan,
     WatchPlan,
 )
+from exeplan.runner.replan.advisor_process import AdvisorProcess
+from exeplan.runner.replan.devices import CarryOut, DeviceFollower
 
 log = logging.getLogger("exeplan.replan")
-SEARCH_SECONDS = 300.0
-"""How long the advisor may take for a reply; then it is ended, and another starts with the requests from then on."""
 _MOST_KEPT = 4096
 
 OnEvent = Callable[[str, Replanned | str], None]
@@ -73,30 +69,37 @@ class Replanner:
         rules: Rules | None = None,
         file: Path | None = None,
         model: str | None = None,
+        follow_devices: bool = True,
         on_adopted: Callable[[Plan], None] = lambda plan: None,
         on_event: OnEvent = lambda kind, what: None,
     ) -> None:
         """`setup` makes the engine's setup of a plan of one replica; `file` is where plans of the advisor are written.
 
-        `model` is where the model of a plan that is read lies, if not where the plan says.
+        `model` is where the model of a plan that is read lies, if not where the plan says. Without `follow_devices` a
+        replica that has lost devices waits for them.
         Raises InputError for an unknown mode.
         """
         if mode not in MODES:
             raise InputError(f"--replan must be one of {', '.join(MODES)}, found '{mode}'")
         self.state = ReplanState(mode=mode, plan=plan)
         self._engine, self._spec, self._setup = engine, spec, setup
-        self._rules, self._file, self._model = rules or Rules(), file, model
+        self.rules, self._file, self._model = rules or Rules(), file, model
         self._on_adopted, self.on_event = on_adopted, on_event
-        self._advisor: _AdvisorProcess | None = None
+        self._advisor: AdvisorProcess | None = None
         self._left: deque[RequestLengths] = deque(maxlen=_MOST_KEPT)
         self._adopting = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._now, self._vetoed = 0.0, False
+        self._carrying: CarryOut = self._adopt_proposed
+        """Carries the proposed plan out."""
+        self._devices, self._follow_devices = DeviceFollower(engine, self, setup=setup), follow_devices
 
     def start(self) -> None:
         """Begins to watch, unless the mode is off."""
         if self.state.mode == "off":
             return
+        if self._follow_devices:
+            self._devices.start()
         if missing := [name for name in ("profile", "workload") if getattr(self.state.plan, name) is None]:
             self._set(error=f"nothing is watched: the plan names no {' and no '.join(missing)}")
             return
@@ -107,6 +110,7 @@ class Replanner:
         if self._watching:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        await self._devices.close()
         await self._end_advisor()
 
     async def load(self, path: Path, *, source: str = "signal") -> Replanned:
@@ -116,7 +120,9 @@ class Replanner:
     async def adopt(self, plan: Plan, *, source: str, reason: str = "") -> Replanned:
         """Switches to another plan, as a whole. Raises InputError, and nothing has changed, where that fails."""
         self._check(plan)
-        replanned = await self._carry_out(self._replanned(plan, source, reason, new=plan.replay or plan.estimate))
+        described = self.describe(plan, source, reason, new=plan.replay or plan.estimate)
+        replanned = await self.carry_out(described, partial(self._switch, plan))
+        self._devices.adopted(plan)
         await self._tell_adopted(plan)
         return replanned
 
@@ -124,9 +130,33 @@ class Replanner:
         """Adopts the proposed plan; None where there is none."""
         if (proposed := self.state.proposed) is None:
             return None
-        replanned = await self._carry_out(proposed)
+        return await self._carrying(proposed)
+
+    async def _adopt_proposed(self, proposed: Replanned) -> Replanned:
+        """Of the advisor."""
+        replanned = await self.carry_out(proposed, partial(self._switch, proposed.plan))
+        self._devices.adopted(proposed.plan)
         await self._tell_adopted(None)
         return replanned
+
+    async def propose(self, replanned: Replanned, carry_out: CarryOut) -> None:
+        """Proposes a plan that `carry_out` adopts; with `auto` that is done here, and a failure is only logged."""
+        self._carrying = carry_out
+        self._set(proposed=replanned)
+        log.info("re-plan %d is proposed: %s\n%s", replanned.number, replanned.reason, replanned.diff)
+        self.on_event("proposed", replanned)
+        if self.state.mode == "auto":
+            with contextlib.suppress(InputError, EngineError):  # It has been logged, and the old plan stays active.
+                await self.accept()
+
+    def withdraw(self, source: str) -> None:
+        """Drops what this source has proposed."""
+        if self.state.proposed and self.state.proposed.source == source:
+            self._set(proposed=None)
+
+    def note_devices(self, devices: FewerDevices | None) -> None:
+        """What replicas that have lost devices do."""
+        self._set(devices=devices)
 
     def veto(self, reason: str) -> bool:
         """Drops the proposed plan; False where there is none. For a dwell time there is no other proposal."""
@@ -175,9 +205,10 @@ class Replanner:
                 "replicas, so start another server"
             )
 
-    def _replanned(
+    def describe(
         self, plan: Plan, source: str, reason: str, *, old: Estimate | None = None, new: Estimate | None = None
     ) -> Replanned:
+        """The change from the active plan to this one, by the estimates of both."""
         speeds = {"from host memory": DRAM_BYTES_PER_SECOND}
         before = replace(self.state.plan, estimate=old or self.state.plan.estimate)
         diff = diff_plans(before, plan, self._spec, self._spec, bytes_per_second=speeds)
@@ -192,10 +223,11 @@ class Replanner:
             diff=diff_text(diff),
         )
 
-    async def _carry_out(self, replanned: Replanned) -> Replanned:
+    async def carry_out(self, replanned: Replanned, switch: Callable[[], Awaitable[PlanSwitched]]) -> Replanned:
+        """Goes over to a plan by `switch`. Raises what that raises, and nothing has changed then."""
         async with self._adopting:
             try:
-                switched = await self._switch([self._setup(one) for one in single_plans(replanned.plan)])
+                switched = await switch()
             except (InputError, EngineError) as error:
                 self._set(veto=f"the engine refused it: {error}", proposed=None)
                 log.warning("re-plan %d was not adopted: %s", replanned.number, error)
@@ -223,8 +255,9 @@ class Replanner:
             self.on_event("adopted", replanned)
             return replanned
 
-    async def _switch(self, setups: list[EngineSetup]) -> PlanSwitched:
-        """Each replica to its setup."""
+    async def _switch(self, plan: Plan) -> PlanSwitched:
+        """Each replica to its part of the plan."""
+        setups = [self._setup(one) for one in single_plans(plan)]
         if isinstance(self._engine, ReplicaSet):
             return await self._engine.switch_plan(setups)
         (setup,) = setups
@@ -232,7 +265,9 @@ class Replanner:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self._rules.every)
+            await asyncio.sleep(self.rules.every)
+            if self.state.devices:  # What is seen then says little of the plan for all devices.
+                continue
             try:
                 await self._look()
             except (EngineError, InputError, OSError) as error:
@@ -246,7 +281,7 @@ class Replanner:
         self._now = stats.now
         self._left.extend(stats.left)
         if self._advisor is None:
-            if len(self._left) < self._rules.least_requests:
+            if len(self._left) < self.rules.least_requests:
                 return
             self._advisor = await self._start_advisor()
         left = list(self._left)
@@ -271,11 +306,11 @@ class Replanner:
         if looked.proposal:
             await self._take_proposal(looked.proposal)
 
-    async def _start_advisor(self) -> "_AdvisorProcess":
-        advisor = await _AdvisorProcess.start()
+    async def _start_advisor(self) -> "AdvisorProcess":
+        advisor = await AdvisorProcess.start()
         request = WatchPlan(
             plan=as_json(self.state.plan),
-            rules=self._rules,
+            rules=self.rules,
             file=str(self._file) if self._file else None,
         )
         reply = await advisor.ask(request)
@@ -286,16 +321,10 @@ class Replanner:
         return advisor
 
     async def _take_proposal(self, found: ProposedPlan) -> None:
-        replanned = self._replanned(
+        replanned = self.describe(
             plan_from(found.plan, folder=Path("/")), "drift", found.reason, old=found.old, new=found.new
         )
-        replanned = replace(replanned, file=found.file)
-        self._set(proposed=replanned)
-        log.info("re-plan %d is proposed: %s\n%s", replanned.number, replanned.reason, replanned.diff)
-        self.on_event("proposed", replanned)
-        if self.state.mode == "auto":
-            with contextlib.suppress(InputError):  # It has been logged, and the old plan stays active.
-                await self.accept()
+        await self.propose(replace(replanned, file=found.file), self._adopt_proposed)
 
 
 def _first_devices(plan: Plan) -> tuple[int, ...]:
@@ -308,33 +337,3 @@ def _replicas(plan: Plan) -> str:
         return "one replica"
     firsts = ", ".join(map(str, _first_devices(plan)))
     return f"{plan.num_replicas} replicas on the GPUs from {firsts} on ({plan.router})"
-
-
-class _AdvisorProcess:
-    """The process and its two pipes; one question at a time."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process, self._asking = process, asyncio.Lock()
-
-    @classmethod
-    async def start(cls) -> "_AdvisorProcess":
-        pipe, threads = asyncio.subprocess.PIPE, {"OMP_NUM_THREADS": "1"}
-        return cls(await start_child("exeplan.runner.replan.advisor", environment=threads, stdin=pipe, stdout=pipe))
-
-    async def ask(self, request: AdvisorRequest) -> AdvisorReply:
-        """The reply. Raises TimeoutError where it takes too long, EOFError where the process has ended."""
-        async with self._asking:
-            assert self._process.stdin
-            assert self._process.stdout
-            self._process.stdin.write(frame(request))
-            try:
-                async with asyncio.timeout(SEARCH_SECONDS):
-                    return await ADVISOR_REPLIES.read_from(self._process.stdout)
-            except TimeoutError:  # A late reply would be taken for the next one.
-                await self.close()
-                raise
-
-    async def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()

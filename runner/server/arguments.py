@@ -76,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replan",
         default="advise",
         metavar="MODE",
-        help="off; advise (default): watch the lengths for drift and propose better plans; auto: adopt them",
+        help="off; advise (default): propose better plans when lengths drift, and plans for the devices left when a "
+        "replica has lost some; auto: adopt them",
     )
     parser.add_argument(
         "--replan-dwell", default="60s", metavar="TIME", help="minimum time between two re-plans (default 60s)"
@@ -99,6 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="write a trace of the engine for Perfetto")
     parser.add_argument(
         "--deadline", metavar="TIME", help="a batch that takes longer means a hanging worker (default: from the plan)"
+    )
+    parser.add_argument(
+        "--watch-speed",
+        action="store_true",
+        help="repeat the profile's reference passes (on CPUs): /metrics says how slow the machine is",
     )
     parser.add_argument(
         "--gpu-memory-utilization",
@@ -146,6 +152,7 @@ def run_server(args: argparse.Namespace) -> int:
         replan_dwell_seconds=seconds(args.replan_dwell, "--replan-dwell"),
         replan_file=args.replan_file,
         metrics_aliases=args.metrics_aliases,
+        watch_speed=args.watch_speed,
         log_format=args.log_format,
         log_level=args.log_level,
     )

@@ -164,6 +164,7 @@ def _replanning(state: ReplanState | None) -> Mapping[str, Any] | None:
         "verdict": state.drift.verdict,
         "last": last and {"reason": last.reason, "source": last.source, "diff": last.diff, "pause": last.pause_seconds},
         "proposed": proposed and {"reason": proposed.reason, "diff": proposed.diff},
+        "devices": state.devices and state.devices.verdict,
         "veto": state.veto,
         "error": state.error,
     }

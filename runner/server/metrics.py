@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from exeplan.core.plan import Plan
@@ -127,6 +127,8 @@ class ServeMetrics(Collector):
         self._open: dict[str, _Progress] = {}
         self.finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.rejected = Counter(dict.fromkeys(REJECTIONS, 0))
+        self._slowness = Histogram(())
+        self._reference_seconds = 0.0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self.registry = CollectorRegistry(auto_describe=False)
@@ -146,6 +148,9 @@ class ServeMetrics(Collector):
         self.observed.step(stats)
         if stats.iteration_tokens:
             self._histograms["iteration_tokens_total"].add(stats.iteration_tokens)
+        if stats.slowness:
+            self._slowness.add(stats.slowness)
+            self._reference_seconds += stats.reference_seconds
         for event in events:
             progress = self._open.get(event.request_id)
             if progress is None and not event.token_ids:  # It ended without a token, so its times are no latencies.
@@ -211,6 +216,7 @@ class ServeMetrics(Collector):
     def _families(self) -> Iterator[Metric]:
         reading = self._read()
         yield from self._engine(reading.stats, reading.num_waiting)
+        yield from self._speed()
         yield from self._clients(reading.clients)
         for name, histogram in self._histograms.items():
             family = HistogramMetricFamily(f"exeplan:{name}", _HISTOGRAMS[name][0], labels=["model_name"])
@@ -231,6 +237,13 @@ class ServeMetrics(Collector):
         yield self._counter("generation_tokens_total", "Output tokens", self._num_generated_tokens)
         yield self._counters("request_success_total", "Sequences that ended", "finished_reason", self.finished)
         yield self._counters("admission_rejections_total", "Requests not admitted", "reason", self.rejected)
+
+    def _speed(self) -> Iterator[Metric]:
+        about = "Times as long as passes take now as while the plan's profile was measured, one a reference pass"
+        family = SummaryMetricFamily("exeplan:machine_slowness", about, labels=["model_name"])
+        family.add_metric([self._model_name], sum(self._slowness.counts), self._slowness.sum)
+        yield family
+        yield self._counter("reference_pass_seconds_total", "Time of reference passes", self._reference_seconds)
 
     def _clients(self, clients: Mapping[str, Totals]) -> Iterator[Metric]:
         for name, about in _CLIENTS.items():

@@ -63,6 +63,8 @@ class ServeOptions:
     """Where re-plans are written; None for the folder of the plan."""
     metrics_aliases: str | None = None
     """`vllm`: metrics that vLLM has too are shown under its names as well."""
+    watch_speed: bool = False
+    """Whether reference passes are repeated while the engine works."""
     log_format: str = "text"
     log_level: str = "info"
 

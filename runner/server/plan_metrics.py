@@ -39,6 +39,8 @@ _REPLANNING = {
     "replan_pause_seconds": "Seconds without a batch at the last change of plans",
     "replan_last_seconds": "Time of the last change of plans on the service's clock, in seconds",
     "replan_proposed": "1 while a proposed plan waits to be accepted",
+    "replan_reduced_replicas": "Replicas that have lost devices and run a plan for those that are left",
+    "replan_reduced_bound_missed": "The bounds that these keep over the service's own; 1 where they keep those",
 }
 
 

@@ -14,11 +14,14 @@ from pathlib import Path
 
 from msgspec.structs import replace as with_fields
 
+from exeplan.core.machine_speed import why_none
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan, single_plans
+from exeplan.core.profile import ReferencePass, load_profile
 from exeplan.core.schedule import ROUTERS
 from exeplan.drift.state import Rules
 from exeplan.errors import InputError
+from exeplan.planner.load_problem import profile_for
 from exeplan.runner import logs
 from exeplan.runner.engine.chat_template import UNKNOWN_TOOL_FORMAT
 from exeplan.runner.engine.tokenizer import Tokenizer
@@ -59,6 +62,7 @@ def serve(
     tokenizer = Tokenizer.load(spec)
     if (template := tokenizer.chat_template) and template.takes_tools and not template.tool_format:
         log.warning("%s", UNKNOWN_TOOL_FORMAT)
+    passes = _reference_passes(plan, spec) if options.watch_speed else ()
     keys = ApiKeys(key=options.api_key, file=options.api_keys)
     host = options.host
     tls = Tls(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
@@ -67,7 +71,7 @@ def serve(
         url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
         async def run() -> int:
-            setup = partial(_setup, spec=spec, options=options)
+            setup = partial(_setup, spec=spec, options=options, reference_passes=passes)
             engine = _engine(plan, setup, limits)
             service = Service(
                 engine,
@@ -92,6 +96,7 @@ def serve(
                 rules=Rules(dwell=options.replan_dwell_seconds),
                 file=options.written_to,
                 model=options.model_dir,
+                follow_devices=limits is None,
                 on_adopted=service.switch_to,
             )
 
@@ -174,7 +179,21 @@ def _announce(line: str, options: ServeOptions) -> None:
         print(line, flush=True)
 
 
-def _setup(plan: Plan, *, spec: ModelSpec, options: ServeOptions) -> EngineSetup:
+def _reference_passes(plan: Plan, spec: ModelSpec) -> tuple[ReferencePass, ...]:
+    """Those of the plan's profile. Raises InputError where there are none, or none can be run."""
+    if reason := why_none(plan.device or "cpu"):
+        raise InputError(f"--watch-speed: {reason}")
+    if plan.profile is None:
+        raise InputError("--watch-speed compares the machine with the plan's profile, and the plan names none")
+    passes = profile_for(spec, load_profile(Path(plan.profile))).reference_passes
+    if not passes:
+        raise InputError(f"--watch-speed: {plan.profile} has no reference passes; make it with `exeplan profile`")
+    return passes
+
+
+def _setup(
+    plan: Plan, *, spec: ModelSpec, options: ServeOptions, reference_passes: tuple[ReferencePass, ...]
+) -> EngineSetup:
     """The setup of the engine process for a plan, the first one or a later one."""
     return engine_setup(
         plan,
@@ -183,4 +202,5 @@ def _setup(plan: Plan, *, spec: ModelSpec, options: ServeOptions) -> EngineSetup
         timeline=options.timeline,
         deadline_seconds=options.deadline_seconds,
         ray=RaySetup(address=options.ray, replica=0) if options.ray else None,
+        reference_passes=reference_passes,
     )

@@ -48,6 +48,15 @@ def test_a_link_takes_its_latency_and_its_share_of_the_bandwidth(two_nodes: Clus
     assert two_nodes.inter.seconds(125e6) == pytest.approx(0.01 + 15e-6)
 
 
+def test_gpus_share_one_adapter_unless_the_file_says_how_many_there_are(tmp_path: Path, two_nodes: Cluster) -> None:
+    assert two_nodes.adapters_per_node == 1
+    path = tmp_path / "more.yaml"
+    path.write_text(TWO_NODES.replace("node: 4", "node: 4\nadapters_per_node: 4"))
+    assert (load_cluster(str(path)).adapters_per_node, load_cluster(str(path)).part(2).adapters_per_node) == (4, 2)
+    shipped = {name: load_cluster(name).adapters_per_node for name in shipped_names("clusters")}
+    assert shipped == {"a100": 8, "a40": 1, "cpu": 1, "h100": 8, "h200": 8}
+
+
 @pytest.mark.parametrize(("num_gpus", "shape"), [(1, (1, 1)), (3, (1, 3)), (4, (1, 4)), (8, (2, 4))])
 def test_a_part_is_some_of_a_node_or_whole_nodes(two_nodes: Cluster, num_gpus: int, shape: tuple[int, int]) -> None:
     part = two_nodes.part(num_gpus)
@@ -76,6 +85,12 @@ def test_another_part_is_refused(two_nodes: Cluster, num_gpus: int, message: str
         ("nodes: 2", "nodes: 0", r"nodes must be a whole number from 1 to 100000, found 0"),
         ("nodes: 2", "nodes: true", r"nodes must be a whole number from 1 to 100000, found True"),
         ("node: 4", "node: 4.5", r"gpus_per_node must be a whole number from 1 to 100000, found 4.5"),
+        (
+            "node: 4",
+            "node: 4\nadapters_per_node: 0",
+            r"adapters_per_node must be a whole number from 1 to 100000, found 0",
+        ),
+        ("node: 4", "node: 4\nadapters_per_node: 5", r"adapters_per_node may be at most gpus_per_node, 4, found 5"),
         ("48GB", "48 apples", r"memory must be a size such as 4GiB or 500MB, found '48 apples'"),
         ("25GB", ".nan", r"intra bandwidth must be above zero, found 'nan'"),
         ("15us", "0us", r"inter latency must be above zero, found '0us'"),

@@ -9,7 +9,14 @@ import pytest
 from exeplan.core.profile import Profile, ReferencePass, load_profile, save_profile
 from exeplan.errors import InputError
 
-WATCHED = {"speed_spread": 0.08, "calibration_error": 0.014, "prefill_calibration": 1.1, "pass_seconds": 0.0007}
+WATCHED = {
+    "speed_spread": 0.08,
+    "calibration_error": 0.014,
+    "prefill_calibration": 1.1,
+    "kept_rows_calibration": 1.02,
+    "kept_rows_error": 0.03,
+    "pass_seconds": 0.0007,
+}
 PASS = ReferencePass(kind="decode", num_seqs=16, num_tokens=128, num_layers=6, seconds=0.007, error=0.02)
 
 
@@ -29,6 +36,7 @@ def test_a_profile_that_was_not_watched_says_nothing_of_it(profile: Profile, tmp
 def test_only_what_changes_predictions_changes_the_fingerprint(profile: Profile) -> None:
     assert replace(profile, reference_passes=(PASS,), speed_spread=0.5).fingerprint == profile.fingerprint
     assert replace(profile, prefill_calibration=1.1).fingerprint != profile.fingerprint
+    assert replace(profile, kept_rows_calibration=1.1).fingerprint != profile.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -37,6 +45,7 @@ def test_only_what_changes_predictions_changes_the_fingerprint(profile: Profile)
         ("speed_spread", "fast", "speed_spread must be a number of at least 0"),
         ("calibration_error", -0.1, "calibration_error must be a number of at least 0"),
         ("prefill_calibration", 0, "prefill_calibration must be a positive number"),
+        ("kept_rows_calibration", "1", "kept_rows_calibration must be a positive number"),
         ("reference_passes", [{"kind": "verify"}], "is not a profile"),
         ("reference_passes", [{**asdict(PASS), "kind": "verify"}], "unknown kind"),
         ("reference_passes", [{**asdict(PASS), "num_layers": 99}], "larger than the model"),

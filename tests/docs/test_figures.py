@@ -69,6 +69,11 @@ ALLOWED = {
         "ten minutes at five times the planned rate": "inputs",
         "bound of 3 s": "an input",
     },
+    "docs/how-to/several-hosts.md": {
+        "after three seconds": "a constant of the code",
+        "(60 s)": "the default of an option",
+        "within ten seconds": "a constant of the code",
+    },
     "docs/reference/bounds.md": {
         "at least 99 % of the requests": "the value of an option",
         "until exactly 99 % keep them": "the value of an option",

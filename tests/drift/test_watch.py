@@ -14,7 +14,7 @@ from exeplan.drift.best_plan import cautious, tightest
 from exeplan.drift.histograms import lengths_of
 from exeplan.drift.length_monitor import LengthMonitor
 from exeplan.drift.moving_cost import moving_seconds
-from exeplan.drift.state import DriftState, ReplanState, RequestLengths, Rules, as_json, summary
+from exeplan.drift.state import DriftState, FewerDevices, ReplanState, RequestLengths, Rules, as_json, summary
 from exeplan.drift.trace import arrivals_of, play_trace
 from exeplan.drift.watch import Watch
 from exeplan.errors import Infeasible
@@ -289,7 +289,11 @@ def test_the_state_is_plain_values(plan):
         "drift_measure": 0.5,
         "drift_requests": 100.0,
         "replan_proposed": 0.0,
+        "replan_reduced_replicas": 0.0,
     }
+    one = FewerDevices(num_replicas=1, missed=1.2, verdict="1 of 2 devices are left")
+    fewer = summary(ReplanState(mode="auto", plan=plan, devices=one))
+    assert (fewer["replan_reduced_replicas"], fewer["replan_reduced_bound_missed"]) == (1.0, 1.2)
 
 
 # The command

@@ -138,7 +138,7 @@ def test_counts_the_weights_of_all_layers(profile: Profile) -> None:
 
 
 def test_the_cost_model_reproduces_measured_layers(profile: Profile) -> None:
-    cost = CostModel(replace(profile, calibration=1.0))
+    cost = CostModel(replace(profile, calibration=1.0, prefill_calibration=1.0, pass_seconds=0.0))
     for m in profile.measurements:
         if m.op == "rest":
             assert cost.shards[Sharding()].rest[m.phase](m.num_tokens) == pytest.approx(m.seconds)
@@ -166,7 +166,7 @@ def test_attention_is_what_a_layer_takes_beyond_the_rest_of_its_own_phase() -> N
 def test_the_calibration_does_not_count_the_start_tokens(profile: Profile) -> None:
     """A step of 2 prompts of 30 tokens and 4 rows with 20 in the cache, as the engine counts it; 2 layers a stack."""
     model = replace(profile.model, num_layers=2, num_encoder_layers=2)
-    plain = replace(profile, model=model, calibration=1.0)
+    plain = replace(profile, model=model, calibration=1.0, prefill_calibration=1.0, pass_seconds=0.0)
     prompts = [SequenceState(request_id=str(n), num_prompt_tokens=30, max_output_tokens=1) for n in range(2)]
     rows = [SequenceState(request_id=str(n), num_prompt_tokens=20, max_output_tokens=1) for n in range(4)]
     seconds = CostModel(plain).batch_seconds(Batch(prefill=tuple(prompts), decode=tuple(rows)))

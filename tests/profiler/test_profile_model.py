@@ -75,7 +75,7 @@ def test_counts_the_weights_of_all_layers(profile: Profile) -> None:
 
 
 def test_interpolation_reproduces_measured_points(profile: Profile) -> None:
-    cost = CostModel(replace(profile, calibration=1.0))
+    cost = CostModel(replace(profile, calibration=1.0, prefill_calibration=1.0, pass_seconds=0.0))
     for m in profile.measurements:
         if m.op == "rest":
             assert cost.shards[Sharding()].rest["decode"](m.num_tokens) == pytest.approx(m.seconds)
@@ -91,7 +91,7 @@ def test_interpolation_reproduces_measured_points(profile: Profile) -> None:
 
 def test_a_batch_costs_more_than_its_layers(profile: Profile) -> None:
     rows = tuple(SequenceState(request_id=str(n), num_prompt_tokens=20 + n, max_output_tokens=1) for n in range(4))
-    cost = CostModel(replace(profile, calibration=1.0))
+    cost = CostModel(replace(profile, calibration=1.0, prefill_calibration=1.0, pass_seconds=0.0))
     assert cost.batch_seconds(Batch(decode=rows)) > 3 * float(cost.shards[Sharding()].rest["decode"](4))
 
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from exeplan.core.machine_speed import why_none
 from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import ReferencePass
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.reference_passes import ReferencePasses, canonical_passes, why_none
+from exeplan.runner.compute.reference_passes import ReferencePasses, canonical_passes
 from exeplan.runner.engine.engine import Engine
 from exeplan.runner.engine_process.build import build_engine, engine_setup
 from exeplan.runner.fidelity.pass_comparison import compare_passes

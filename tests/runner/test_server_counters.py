@@ -108,3 +108,43 @@ def test_times_as_clients_define_them() -> None:
     assert times["latency"][0] == pytest.approx(0.45)
     assert math.isclose(times["latency"][2], 0.1 + 0.99 * 0.7)
     assert client_times([]) == {}
+
+
+def test_a_watched_server_tells_its_speed_and_a_backlog_is_corrected_by_it(served) -> None:
+    """Passes take twice as long, and reference passes 0.4 of the 2 s: what is left of a time is 0.8 / 2 of it."""
+    figures = {"prompt": 0, "output": 0, "ttft": 0.0, "latency": 0.0, "count": 0}
+    watched = "".join(
+        f'exeplan:{name}{{{{model_name="m"}}}} {{{key}}}\n'
+        for name, key in (
+            ("machine_slowness_count", "passes"),
+            ("machine_slowness_sum", "slow"),
+            ("reference_pass_seconds_total", "spent"),
+        )
+    )
+    before = read_counters(served(page("exeplan", **figures) + watched.format(passes=4, slow=4.4, spent=0.1)), {})
+    later = figures | {"prompt": 16, "output": 4, "count": 2}
+    after = read_counters(served(page("exeplan", **later) + watched.format(passes=12, slow=20.4, spent=0.5)), {})
+    assert before
+    assert after
+    run = between(before, after)
+    assert run
+    assert (run.num_reference_passes, run.slowness) == (8, pytest.approx(2.0))
+    assert "by 8 reference passes the server took 2.00 times as long" in run.speed
+    records = [
+        RequestRecord(input_tokens=1, arrival=1.0, start=1.5, token_times=(2.0, 3.0)),
+        RequestRecord(input_tokens=1, arrival=1.0, start=1.0, token_times=(1.5,)),
+    ]
+    first, second = run.at_profile_speed(records, num_engines=1)
+    assert (first.arrival, first.start) == (1.0, pytest.approx(1.2))
+    assert first.token_times == pytest.approx((1.4, 1.8))
+    assert second.token_times == pytest.approx((1.2,))
+
+
+def test_a_server_that_is_not_watched_tells_no_speed(served) -> None:
+    before = read_counters(served(page("exeplan", prompt=100, output=50, count=5, ttft=1.0, latency=9.0)), {})
+    after = read_counters(served(page("exeplan", prompt=116, output=54, count=7, ttft=1.6, latency=9.9)), {})
+    assert before
+    assert after
+    run = between(before, after)
+    assert run
+    assert run.num_reference_passes == 0

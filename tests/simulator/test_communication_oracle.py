@@ -296,7 +296,7 @@ def kv_transfer(cost: CostModel, dtype: str, placement: Placement, gpus_per_node
             continue
         size = 2 * tokens * spec.num_kv_heads / len(stage.devices) * spec.head_dim * max(BYTES[dtype], 2)
         kind = cost.kinds[placement.index(stage)]
-        layer = cost._layer_seconds(kind.size, kind.all_reduce, tokens, 0.0)[0]
+        layer = cost._layer_seconds(kind.sums, tokens, 0.0)[0]
         free = now
         for first, last in pieces(stage.layers, size):
             computed = now + (last - stage.layers[0]) * layer

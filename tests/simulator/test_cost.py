@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.profile import Measurement, Profile
-from exeplan.core.schedule import Sharding
+from exeplan.core.schedule import Schedule, Sharding
+from exeplan.policies import load_policy
 from exeplan.policies.interface import Cycle
+from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.curves import Curve
+from exeplan.simulator.replay import replay
 from exeplan.workload.length_law import LengthLaw
+from exeplan.workload.workload import Workload
 
 
 def rows(*lengths: int, generated: int = 0) -> tuple[SequenceState, ...]:
@@ -53,6 +57,35 @@ def test_measured_points_come_back(profile: Profile, cost: CostModel) -> None:
         else:
             curve = cost.shards[Sharding()].rest["decode"] if m.op == "rest" else getattr(cost.shards[Sharding()], m.op)
             assert curve(float(m.num_tokens or m.num_seqs)) == pytest.approx(m.seconds)
+
+
+def test_batches_that_keep_their_rows_decode_by_their_own_ratio_and_prefill_by_the_common_one(profile: Profile) -> None:
+    measured = replace(profile, calibration=1.2, prefill_calibration=0.9, kept_rows_calibration=1.1)
+    for policy, factor in (("static", 1.1), ("turbo", 1.1), ("concat", 1.1), ("orca", 1.2), ("rra", 1.2)):
+        cost, bare = CostModel(measured).for_policy(load_policy(policy)), CostModel(profile)
+        decode = Batch(decode=rows(64, 65))
+        assert cost.batch_seconds(decode) == pytest.approx(factor * bare.batch_seconds(decode))
+        attention = cost.shards[Sharding()].prefill_attention(1.0, 64.0)
+        assert attention == pytest.approx(1.2 * 0.9 * bare.shards[Sharding()].prefill_attention(1.0, 64.0))
+
+
+def test_closed_form_and_replay_take_the_ratio_of_their_policy(profile: Profile) -> None:
+    """Twice as fast with kept rows, and no prefill to speak of: twice the throughput of static, the same of orca."""
+    workload = Workload.of("short prompts", inputs=[1], outputs=[64], weights=[1])
+    fast = CostModel(replace(profile, kept_rows_calibration=0.5))
+    for schedule, gain in (
+        (Schedule("static", {"batch_size": 4}), 2.0),
+        (Schedule("orca", {"max_num_seqs": 4}), 1.0),
+    ):
+        planned = [steady_state(schedule, workload, cost).throughput for cost in (fast, CostModel(profile))]
+        ends = [
+            replay(schedule, cost, input_tokens=np.ones(8, int), output_tokens=np.full(8, 64), num_blocks=1000)
+            .passes[-1]
+            .end
+            for cost in (fast, CostModel(profile))
+        ]
+        assert planned[0] / planned[1] == pytest.approx(gain, rel=0.1)
+        assert ends[1] / ends[0] == pytest.approx(gain, rel=0.1)
 
 
 @st.composite

@@ -129,8 +129,8 @@ def test_the_kv_cache_at_a_rate_is_the_replays_and_not_that_of_full_batches(
         at_rate = replace(problem, arrivals=Arrivals(rate=load * full.throughput)).estimate(schedule)
         peak = run_of(runs, problem, schedule, load, 0).peak_kv_tokens
         assert at_rate.kv_tokens == pytest.approx(peak, rel=0.25)
-        assert at_rate.memory_bytes_per_gpu == problem.cost.memory.max_bytes(
-            at_rate.kv_tokens, full.cycle.prefill_kv_tokens
+        assert at_rate.memory_bytes_per_gpu == problem.bytes_held(
+            schedule, at_rate.kv_tokens, full.cycle.prefill_kv_tokens
         )
         found.append(at_rate.kv_tokens)
     assert found == sorted(found)

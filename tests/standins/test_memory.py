@@ -1,4 +1,5 @@
-"""Every shipped model starts on a GPU and fills its share of the memory, or is refused with the number.
+"""Every shipped model starts on a GPU and fills its share of the memory, or is refused with the number; a plan counts
+on as many tokens of keys and values as the engine finds.
 
 Two layers of each model are loaded; the memory of the rest of its stage is taken from the GPU beforehand. The stage is
 the smallest that the planner's memory model lets hold a pass's tokens: tensor parallelism over up to 8 GPUs, then
@@ -6,7 +7,7 @@ pipeline stages.
 """
 
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,18 +17,21 @@ import torch
 import exeplan
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.pass_memory import GRAPHS_SHARE
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.planner.problems.problem import MEMORY_UTILIZATION
+from exeplan.policies import pass_limits
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
+from exeplan.profiler.measuring.memory import runtime_bytes
 from exeplan.runner.compute import gpu_memory
 from exeplan.runner.compute.decode_graphs import DecodeGraphs
 from exeplan.runner.compute.gpu_memory import measure_kv_budget, run_passes
-from exeplan.runner.compute.kv_budget import most_rows, with_finite_context
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.shard import Shard
-from exeplan.simulator.memory import kv_capacity_tokens, weight_bytes
+from exeplan.scheduling.largest_passes import most_rows, with_finite_context
+from exeplan.simulator.memory import PlacementMemory, kv_capacity_tokens, weight_bytes
 
 from .memory import Ranks, fake_gpu
 
@@ -37,9 +41,17 @@ NOT_ON_GPUS = {"deepseek-v2-lite", "deepseek-v3", "minimax-m2"}
 TOYS = {"demo", "tcb-small"}
 """So small that their caches would have millions of blocks, which takes seconds."""
 MODELS = sorted({path.stem for path in (PLANS / "models").glob("*.yaml")} - NOT_ON_GPUS - TOYS)
+SMALL = ["demo-experts", "llama-50m", "tcb-transformer"]
+"""Whose caches take seconds, too, on the larger GPUs."""
+LARGE = [model for model in MODELS if model not in SMALL]
 TOKENS, LOADED = 8192, 2
 """Of a pass, and layers."""
 SCHEDULE = Schedule("chunked", {"max_num_seqs": 8, "max_num_batched_tokens": TOKENS})
+SCHEDULES = {
+    "8 rows": SCHEDULE,
+    "256 rows": Schedule("chunked", {"max_num_seqs": 256, "max_num_batched_tokens": 2048}),
+    "1024 rows": Schedule("chunked", {"max_num_seqs": 1024, "max_num_batched_tokens": 16_384}),
+}
 CASES = [*zip(MODELS, cycle(GPUS), strict=False), ("opt-13b", "a40-48gb"), ("llama-3.1-8b", "a40-48gb")]
 
 
@@ -58,8 +70,9 @@ def profile_of(spec: ModelSpec, gpu: str, size: int) -> Profile:
     return profile_from_datasheet(spec, load_datasheet(gpu), dtype="bfloat16", tensor_parallel_sizes=(size,))
 
 
-def planned_tokens(profile: Profile, size: int) -> float:
-    return kv_capacity_tokens(profile, stage_of(profile.model, size), MEMORY_UTILIZATION * profile.device.memory_bytes)
+def planned_tokens(profile: Profile, size: int, schedule: Schedule = SCHEDULE) -> float:
+    memory = MEMORY_UTILIZATION * profile.device.memory_bytes
+    return kv_capacity_tokens(profile, stage_of(profile.model, size), memory, schedule)
 
 
 def stages(spec: ModelSpec):
@@ -69,23 +82,26 @@ def stages(spec: ModelSpec):
     yield from ((spec.num_layers // parts, sizes[-1]) for parts in (2, 4, 8))
 
 
-def planned(model: str, gpu: str) -> tuple[Profile, int]:
+def planned(model: str, gpu: str, schedule: Schedule = SCHEDULE) -> tuple[Profile, int]:
     """The profile of the first stage that holds a pass, and over how many GPUs it is split."""
     full = load_model_spec(model)
     for layers, size in stages(full):
         profile = profile_of(of_depth(full, layers), gpu, size)
-        if planned_tokens(profile, size) >= TOKENS:
+        if planned_tokens(profile, size, schedule) >= TOKENS:
             return profile, size
     raise AssertionError(f"{model} has no stage on {gpu}")
 
 
 class Started(NamedTuple):
     kv_tokens: float
+    pass_tokens: int
     share: float
     """Of the GPU, in use at the largest pass."""
 
 
-def start(profile: Profile, size: int, utilization: float = MEMORY_UTILIZATION) -> Started:
+def start(
+    profile: Profile, size: int, schedule: Schedule = SCHEDULE, *, utilization: float = MEMORY_UTILIZATION
+) -> Started:
     """What a worker does before its first request, and then the largest pass over a full cache."""
     spec, runtime = profile.model, load_datasheet(profile.device.name).runtime_memory
     loaded = of_depth(spec, min(LOADED, spec.num_layers))
@@ -95,14 +111,14 @@ def start(profile: Profile, size: int, utilization: float = MEMORY_UTILIZATION) 
         shard = Shard(layers=(0, loaded.num_layers), encoder_layers=(0, loaded.num_encoder_layers), group=group)
         options = {"shard": shard, "dtype": "bfloat16", "device": "cuda:0", "dummy_weights": True}
         runner = ModelRunner(with_finite_context(loaded), num_blocks=1, **options)
-        budget = measure_kv_budget(runner, SCHEDULE, utilization)
+        budget = measure_kv_budget(runner, schedule, utilization)
         assert budget is not None
-        runner.capture(most_rows(SCHEDULE))
+        runner.capture(most_rows(schedule))
         memory.reset_peak()
         runner.use_blocks = lambda number: None  # Over the cache that there is.
-        run_passes(runner, TOKENS, most_rows(SCHEDULE))
+        run_passes(runner, pass_limits(schedule).tokens or budget.pass_tokens, most_rows(schedule))
         kept = BLOCK_SIZE * budget.num_blocks * loaded.num_layers / spec.num_layers
-        return Started(kept, memory.most / memory.total)
+        return Started(kept, budget.pass_tokens, memory.most / memory.total)
 
 
 @pytest.mark.parametrize(("model", "gpu"), CASES)
@@ -110,6 +126,30 @@ def test_a_start_and_the_largest_pass_take_the_share_of_the_gpu_and_no_more(mode
     """The engine keeps 1 % of the GPU free for graphs, of which so few rows need little."""
     started = start(*planned(model, gpu))
     assert 0.97 * MEMORY_UTILIZATION < started.share <= MEMORY_UTILIZATION, started
+
+
+@pytest.mark.parametrize(("model", "gpu"), [*product(LARGE, GPUS), *product(SMALL, GPUS[:1])])
+def test_a_plan_counts_on_the_tokens_that_the_engine_finds(model, gpu):
+    """Of the fewest GPUs that it fits, where least is left beside the weights."""
+    schedule = SCHEDULES[[*SCHEDULES][(MODELS.index(model) + GPUS.index(gpu)) % len(SCHEDULES)]]
+    profile, size = planned(model, gpu, schedule)
+    assert planned_tokens(profile, size, schedule) == pytest.approx(start(profile, size, schedule).kv_tokens, rel=0.03)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-2-7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("room", [0.3e9, 1e9, 4e9])
+@pytest.mark.parametrize("prompts", [2, 64])
+def test_a_plan_counts_on_the_passes_that_the_engine_finds_room_for(model, room, prompts):
+    """Of a schedule that limits prompts and no tokens, with so many bytes left beside weights and runtime."""
+    spec, schedule = of_depth(load_model_spec(model), LOADED), Schedule("orca", {"max_num_seqs": prompts})
+    free = profile_of(spec, "h100-80gb", 1)
+    taken = weight_bytes(free, stage_of(spec, 1), 0) + free.runtime_bytes
+    sheet = load_datasheet("h100-80gb", {"memory": str(round((taken + room) / (MEMORY_UTILIZATION - GRAPHS_SHARE)))})
+    profile = profile_from_datasheet(spec, sheet, dtype="bfloat16", tensor_parallel_sizes=(1,))
+    memory = MEMORY_UTILIZATION * profile.device.memory_bytes
+    found, passes = start(profile, 1, schedule), PlacementMemory(profile, stage_of(spec, 1)).passes(schedule, memory)
+    assert passes.tokens == found.pass_tokens
+    assert planned_tokens(profile, 1, schedule) == pytest.approx(found.kv_tokens, rel=0.03)
 
 
 @pytest.mark.parametrize(("model", "gpu"), [("opt-66b", "h100-80gb"), ("llama-3.1-70b", "h200-141gb")])
@@ -150,6 +190,13 @@ def test_memory_that_others_hold_is_named_not_a_traceback(taken):
         started()
 
 
+def test_a_profile_measures_what_driver_and_libraries_hold_beside_tensors():
+    with fake_gpu(1 << 36, taken=3 << 30):
+        weights = torch.empty(1 << 30, dtype=torch.uint8, device="cuda:0")
+        assert runtime_bytes(weights.device) == 3 << 30
+    assert runtime_bytes(torch.device("cpu")) is None
+
+
 @pytest.mark.parametrize("model", sorted(NOT_ON_GPUS))
 def test_models_that_gpus_do_not_run_are_refused_before_anything_is_loaded(model):
     with fake_gpu(1 << 36) as memory:
@@ -165,7 +212,7 @@ def tuning_in_a_fixed_cache(patch):
 
 def measuring_passes_of_a_few_tokens(patch):
     """Not the largest that the schedule allows."""
-    patch.setattr(gpu_memory, "largest_pass", lambda spec, schedule: 64)
+    patch.setattr(gpu_memory, "pass_sizes", lambda spec, schedule: (64,))
 
 
 def a_graph_over_its_share(patch):

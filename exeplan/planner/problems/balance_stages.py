@@ -18,6 +18,7 @@ from exeplan.core.layer_costs import (
 )
 from exeplan.core.schedule import Placement, Sharding, Stage
 from exeplan.planner.problems.layouts import Layout, StageLoad, groups, placed, share_out, split_groups
+from exeplan.simulator.memory import workspace_bytes
 from exeplan.simulator.timings import Shard, Timings
 from exeplan.workload.workload import Workload
 
@@ -101,7 +102,7 @@ class Balance:
         """GPUs that hold the weights of the decoder layers, or of the encoder layers."""
         layers = self.spec.num_encoder_layers if encoder else self.spec.num_layers
         weights = layers * layer_parameters(self.spec, encoder=encoder) + embedding_parameters(self.spec)
-        room = self.memory - self.timings.profile.workspace_bytes
+        room = self.memory - workspace_bytes(self.profile, Sharding(max(self.profile.tensor_parallel_sizes)))
         return max(1, -int(-weights * self._held_bytes() // room)) if room > 0 else self.cluster.num_gpus
 
     def _part(self, phase: str, devices: list[tuple[int, ...]]) -> Placement | None:
@@ -135,7 +136,7 @@ class Balance:
             experts = expert_parameters(self.spec) * self._held_bytes()
             weights += experts / sharding.num_devices - experts / size
         around = embedding_parameters(self.spec) * (first + last) * self._held_bytes() / size
-        room = self.memory - self.timings.profile.workspace_bytes - around
+        room = self.memory - workspace_bytes(self.profile, sharding, last=last) - around
         return StageLoad(layer_seconds=seconds, fixed_seconds=fixed, most_layers=max(0, int(room / weights)))
 
     def _load(self, shard: Shard) -> Load:

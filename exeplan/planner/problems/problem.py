@@ -18,7 +18,7 @@ from exeplan.search.search import Outcome
 from exeplan.simulator.at_rate import estimate_at_rate
 from exeplan.simulator.closed_form import SteadyState, estimate, steady_state
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.memory import memory_bytes
+from exeplan.simulator.memory import memory_bytes, workspace_bytes
 from exeplan.simulator.request_times import times_under_backlog, with_bounds
 from exeplan.units import show_bytes
 from exeplan.workload.arrivals import Arrivals, Wait, with_spare_places
@@ -150,7 +150,7 @@ class Problem:
         """
         steady = steady_state(schedule, self.workload, self.cost)
         share = max(
-            self.cost.memory.max_bytes(steady.kv_tokens, steady.cycle.prefill_kv_tokens) / self.memory,
+            self.bytes_held(schedule, steady.kv_tokens, steady.cycle.prefill_kv_tokens) / self.memory,
             steady.cycle.num_seqs / (self.max_seqs + 1e-9),
         )
         # An infinite bound limits nothing, whatever its value; the first one stands for all where none is finite.
@@ -159,6 +159,15 @@ class Problem:
         values = self._values(steady, asked)
         return Outcome(throughput=steady.throughput, latency=worst(self.bounds, values), memory=share)
 
+    def bytes_held(self, schedule: Schedule, kv_tokens: float, prefill_kv_tokens: float = 0.0) -> float:
+        """Bytes on the fullest GPU while a schedule runs with so many tokens in the KV cache."""
+        return self.cost.memory.bytes_held(schedule, self.memory, kv_tokens, prefill_kv_tokens)
+
+    def kv_capacity_tokens(self, schedule: Schedule) -> float:
+        """Tokens of KV cache that a schedule leaves memory for."""
+        held = self.cost.memory
+        return held.kv_capacity_tokens(self.memory, passes=held.passes(schedule, self.memory))
+
     def estimate(self, schedule: Schedule, *, attainment: bool = True) -> Estimate:
         """The closed form's Estimate of a schedule; its attainment and goodput can be left out, which saves time.
 
@@ -166,7 +175,7 @@ class Problem:
         """
         full = steady_state(schedule, self.workload, self.cost)
         if self.arrivals is None:
-            found = estimate(full, self.cost, self.bound.metric)
+            found = estimate(full, self.cost, self.bound.metric, memory=self.memory)
             if not targets_of(self.bounds) or not (attainment or any(percentile(b.metric) for b in self.bounds)):
                 return found
             return with_bounds(found, times_under_backlog(full, self.cost), self.bounds)
@@ -177,7 +186,8 @@ class Problem:
         schedule = full.schedule
         if full.throughput <= arrivals.rate:
             raise Infeasible(f"{schedule} sustains {full.throughput:.3g} requests/s, {arrivals} come")
-        return estimate_at_rate([*self._smaller(schedule), full], arrivals, self.cost, self.bound.metric, bounds=bounds)
+        points = [*self._smaller(schedule), full]
+        return estimate_at_rate(points, arrivals, self.cost, self.bound.metric, bounds=bounds, memory=self.memory)
 
     def binding_bound(self, schedule: Schedule) -> Bound:
         """The binding bound of a schedule with its batches full."""
@@ -314,10 +324,11 @@ def make_problem(
 def check_cluster_memory(profile: Profile, cluster: Cluster, available: float, longest: int) -> None:
     """Raises Infeasible unless the cluster can hold the model and one request; names the number of GPUs that can."""
     weights = float(profile.weight_bytes) + longest * profile.model.kv_bytes_per_token(profile.cache_dtype)
-    room = available - profile.workspace_bytes
+    workspace = workspace_bytes(profile, Sharding(max(profile.tensor_parallel_sizes)))
+    room = available - workspace
     if room * cluster.num_gpus >= weights:
         return
-    short = weights / cluster.num_gpus + profile.workspace_bytes - available
+    short = weights / cluster.num_gpus + workspace - available
     enough = "no number of these GPUs suffices"
     if room > 0:
         number, per_node = math.ceil(weights / room), cluster.gpus_per_node

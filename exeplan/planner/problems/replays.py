@@ -11,7 +11,6 @@ from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule
 from exeplan.planner.problems.problem import Problem
 from exeplan.simulator.closed_form import SteadyState, steady_state
-from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
 from exeplan.simulator.replay import replay
 from exeplan.simulator.routed import Replica, RoutedRun, routed_replay
 from exeplan.simulator.run import Run
@@ -54,7 +53,8 @@ def full_batches(groups: Sequence[tuple[Problem, ReplicaGroup]]) -> FullBatches:
         residents=sum(count * steady.cycle.num_seqs for steady, _, count in found),
         kv_tokens=sum(count * steady.kv_tokens for steady, _, count in found),
         memory_bytes_per_gpu=max(
-            one.cost.memory.max_bytes(steady.kv_tokens, steady.cycle.prefill_kv_tokens) for steady, one, _ in found
+            one.bytes_held(steady.schedule, steady.kv_tokens, steady.cycle.prefill_kv_tokens)
+            for steady, one, _ in found
         ),
     )
 
@@ -104,7 +104,7 @@ def replay_estimate(
         backlog=arrivals is None,
         waiting=arrivals is not None,
         kv_tokens=float(run.peak_kv_tokens),
-        memory_bytes=memory_bytes(problem.profile, problem.cost.placement, float(run.peak_kv_tokens)),
+        memory_bytes=problem.bytes_held(schedule, float(run.peak_kv_tokens)),
     )
 
 
@@ -151,7 +151,7 @@ def routed_estimate(
     assert problem.arrivals is not None
     n = num_requests or _routed_requests(problem.arrivals, groups, router)
     inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
-    placed = [one for one, group in groups for _ in range(group.num_replicas)]
+    placed = [(one, group.schedule) for one, group in groups for _ in range(group.num_replicas)]
     due = problem.workload.deadlines
     run = routed_replay(
         [replica for one, group in groups for replica in [_replica(one, group)] * group.num_replicas],
@@ -166,9 +166,10 @@ def routed_estimate(
 
 
 def arrived_estimate(
-    problem: Problem, requests: Sequence[RequestRecord], runs: Sequence[Run], placed: Sequence[Problem]
+    problem: Problem, requests: Sequence[RequestRecord], runs: Sequence[Run], placed: Sequence[tuple[Problem, Schedule]]
 ) -> Estimate:
-    """The Estimate of requests that came at their own times to replicas that were run so, each on its placement."""
+    """The Estimate of requests that came at their own times to replicas that were run so, each on its placement with
+    its schedule."""
     peaks = [float(one.peak_kv_tokens) for one in runs]
     return summarize(
         requests,
@@ -177,9 +178,7 @@ def arrived_estimate(
         backlog=False,
         waiting=True,
         kv_tokens=sum(peaks),
-        memory_bytes=max(
-            memory_bytes(one.profile, one.cost.placement, peak) for one, peak in zip(placed, peaks, strict=True)
-        ),
+        memory_bytes=max(one.bytes_held(schedule, peak) for (one, schedule), peak in zip(placed, peaks, strict=True)),
     )
 
 
@@ -214,5 +213,4 @@ def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
     needed = (
         steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK + problem.profile.model.max_context
     )
-    room = kv_capacity_tokens(problem.profile, problem.cost.placement, problem.memory)
-    return int(min(needed, room)) // BLOCK_SIZE * BLOCK_SIZE
+    return int(min(needed, problem.kv_capacity_tokens(schedule))) // BLOCK_SIZE * BLOCK_SIZE

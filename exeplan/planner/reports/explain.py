@@ -25,11 +25,11 @@ from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replays import replay_estimate
 from exeplan.planner.reports.placement_text import show_equal
 from exeplan.planner.reports.report import IN_REPLAY, binding_bound
+from exeplan.policies import load_policy
 from exeplan.progress import SILENT, Told
 from exeplan.simulator.breakdown import Breakdown, PhaseTime, break_down
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.memory import memory_bytes
 from exeplan.units import show_seconds
 
 MORE = 0.1
@@ -179,7 +179,7 @@ def explain(
 
 def _broken_down(placed: Problem, schedule: Schedule, *, seed: int) -> Breakdown:
     return break_down(
-        placed.cost,
+        placed.cost.for_policy(load_policy(schedule.policy)),
         lambda cost: replay_estimate(replace(placed, cost=cost), schedule, seed=seed)[0],
         backlog=placed.arrivals is None,
     )
@@ -317,7 +317,7 @@ def _more_memory(explained: _Plan, placed: Sequence[Problem], told: Told) -> Wha
     problem, filled = explained.problem, []
     for one, group in zip(placed, explained.optimum.plan.groups, strict=True):
         steady = steady_state(group.schedule, problem.workload, one.cost)
-        held = memory_bytes(problem.profile, one.cost.placement, steady.kv_tokens, steady.cycle.prefill_kv_tokens)
+        held = one.bytes_held(group.schedule, steady.kv_tokens, steady.cycle.prefill_kv_tokens)
         filled.append((held / problem.memory, steady.cycle.num_seqs / one.max_seqs))
     if max(held for held, _ in filled) >= max(residents for _, residents in filled):
         more = replace(problem, memory=(1 + MORE) * problem.memory)

@@ -9,7 +9,7 @@ import numpy as np
 from exeplan.core.bounds import Bound, binding, utilizations, values_of
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
-from exeplan.core.schedule import Estimate, num_devices
+from exeplan.core.schedule import Estimate, Schedule, num_devices
 from exeplan.core.uneven_routing import busiest_load, busiest_part, routing_exponent
 from exeplan.planner.choice.candidates import Candidate
 from exeplan.planner.choice.pipelines import Optimum
@@ -18,6 +18,7 @@ from exeplan.planner.problems.ranking import CONFIDENCE, FAR, certain, half_inte
 from exeplan.planner.problems.replays import FullBatches
 from exeplan.planner.reports.placement_text import show_copies, show_group, show_placement
 from exeplan.planner.reports.tables import group_table, side_by_side, table
+from exeplan.policies import load_policy
 from exeplan.simulator.memory import weight_bytes
 from exeplan.units import show_bytes, show_seconds
 
@@ -110,19 +111,31 @@ def remarks(optimum: Optimum, problem: Problem) -> list[str]:
     unfinished = "the profile is unfinished: run `exeplan profile` on it again for a sharper prediction"
     return [
         *([] if problem.profile.complete else [unfinished]),
-        *_speed_of(problem.profile),
+        *_workspace_of(problem.profile),
+        *_speed_of(problem.profile, optimum.plan.schedule),
         *([problem.profile.correction.said] if problem.profile.correction else []),
         *(f"beyond the profile: {sentence}" for sentence in optimum.beyond),
         *optimum.unproven,
     ]
 
 
-def _speed_of(profile: Profile) -> list[str]:
+def _workspace_of(profile: Profile) -> list[str]:
+    """That one workspace is taken for all passes, where exeplan's engine on a GPU would measure each schedule's."""
+    if profile.engine or profile.device.kind != "cuda" or profile.runtime_bytes is not None:
+        return []
+    return [
+        f"the profile has no runtime_bytes: {show_bytes(profile.workspace_bytes)} of workspace are assumed for all "
+        "passes and placements, and the engine may find another KV cache; make it again with `exeplan profile`"
+    ]
+
+
+def _speed_of(profile: Profile, schedule: Schedule) -> list[str]:
     """How sure the profile's times are, and how steady its machine was, where reference passes told."""
     if not profile.reference_passes:
         return []
+    error = profile.error_of(keeps_finished_rows=load_policy(schedule.policy).KEEPS_FINISHED_ROWS)
     return [
-        f"the profile's times are sure to +-{profile.calibration_error:.1%} (one standard error); its machine's speed "
+        f"the profile's times are sure to +-{error:.1%} (one standard error); its machine's speed "
         f"moved by +-{profile.speed_spread:.0%} meanwhile, and predictions are at the median"
     ]
 

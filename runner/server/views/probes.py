@@ -21,6 +21,8 @@ class Status(TypedDict):
     """What is loaded or warmed up, only while that takes place."""
     share: NotRequired[float]
     """The share of it that is done, 0 to 1."""
+    devices: NotRequired[str]
+    """What replicas do that have lost devices, only while some have."""
 
 
 def _unavailable(description: str) -> dict[int | str, Schema]:
@@ -38,7 +40,9 @@ async def health(service: Served) -> JSONResponse:
 @router.get("/ready", summary="ready for traffic", response_model=Status, responses=_unavailable("not ready"))
 @router.head("/ready", include_in_schema=False)
 async def ready(service: Served) -> JSONResponse:
+    devices = service.replanner.state.devices if service.replanner else None
+    body: dict[str, Any] = {"devices": devices.verdict} if devices else {}
     if not (reason := service.not_ready):
-        return JSONResponse({"status": "ok"})
-    body: dict[str, Any] = {"status": reason, **as_values(service.engine.loading)}
+        return JSONResponse({"status": "ok", **body})
+    body = {"status": reason, **as_values(service.engine.loading), **body}
     return JSONResponse(body, status_code=503, headers={"retry-after": str(service.retry_after)})

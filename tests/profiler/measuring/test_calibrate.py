@@ -130,3 +130,28 @@ def test_a_step_counts_with_its_seconds_at_the_speed_of_its_moment(profile: Prof
     ]
     found = calibrate(bursts, profile, num_layers=6, speed=speed)
     assert (found.factor, found.error) == (pytest.approx(1.3), pytest.approx(0.0, abs=1e-9))
+
+
+def test_batches_that_keep_their_rows_have_a_factor_of_their_own(profile: Profile, cost: CostModel) -> None:
+    record = StepRecord(0.0, 1.0, 0, 4, 4, 400)
+    joined, kept = ([[BurstStep(record, factor * decode_seconds(cost, 4, 100), 0.0)]] for factor in (1.3, 1.1))
+    found = calibrate(joined, profile, num_layers=profile.model.num_layers, kept=kept)
+    assert found.factor == pytest.approx(1.3)
+    assert found.kept_rows_factor == pytest.approx(1.1)
+
+
+def test_a_single_burst_of_kept_rows_has_the_error_of_one_of_the_others(profile: Profile, cost: CostModel) -> None:
+    record = StepRecord(0.0, 1.0, 0, 4, 4, 400)
+    seconds = decode_seconds(cost, 4, 100)
+    joined = [[BurstStep(record, factor * seconds, 0.0)] for factor in (1.1, 1.2, 1.3)]
+    kept = [[BurstStep(record, factor * seconds, 0.0)] for factor in (1.0, 1.1)]
+    layers, spread = profile.model.num_layers, np.log([1.1, 1.2, 1.3]).std(ddof=1)
+    one = calibrate(joined, profile, num_layers=layers, kept=kept[:1])
+    assert (one.error, one.kept_rows_error) == pytest.approx((1.2533 * spread / 3**0.5, 1.2533 * spread))
+    two = calibrate(joined, profile, num_layers=layers, kept=kept)
+    assert two.kept_rows_error == pytest.approx(1.2533 * np.log([1.0, 1.1]).std(ddof=1) / 2**0.5)
+
+
+def test_without_bursts_of_kept_rows_their_factor_is_not_known(profile: Profile, cost: CostModel) -> None:
+    steps = [BurstStep(StepRecord(0.0, 1.0, 0, 4, 4, 400), decode_seconds(cost, 4, 100), 0.0)]
+    assert calibrate([steps], profile, num_layers=profile.model.num_layers).kept_rows_factor is None

@@ -8,23 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exeplan.core.batch import SequenceState
-from exeplan.core.model import load_model_spec
+from exeplan.core.model import load_model_spec, model_spec
 from exeplan.core.plan import Plan, with_utilization
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
 from exeplan.kernels.select import REFERENCE
-from exeplan.policies import pass_limits
 from exeplan.runner.compute.gpu_memory import fit_cache, logits_bytes, run_passes, tuning_blocks
 from exeplan.runner.compute.kv_budget import (
     GPUMemory,
     KVBudget,
-    largest_pass,
-    most_rows,
     num_kv_blocks,
     pass_limit,
     smallest_budget,
     warn_if_below_plan,
-    with_finite_context,
 )
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
@@ -144,22 +140,6 @@ def test_no_memory_at_all_is_an_error(runner):
         fit_cache(runner, ORCA, ToyGpu(runner, total=1000), utilization=1.0)
 
 
-def test_the_largest_pass_holds_a_request_of_full_length():
-    assert largest_pass(SPEC, CHUNKED) == 96
-    assert largest_pass(SPEC, ORCA) == 4 * 64
-    assert largest_pass(replace(SPEC, max_context=30_000), ORCA) == 65_536
-    assert largest_pass(replace(SPEC, max_context=100_000), ORCA) == 100_000
-    assert with_finite_context(load_model_spec("t5-11b")).max_context == 16_384
-    assert with_finite_context(SPEC) is SPEC
-
-
-def test_a_schedule_without_a_limit_on_its_decode_rows_gets_a_stated_number():
-    assert most_rows(ORCA) == most_rows(CHUNKED) == 4
-    assert most_rows(Schedule("waa-c", {"decode_batch": 7, "prefill_batch": 2, "micro_batches": 3})) == 7
-    unlimited = Schedule("rra", {"prefill_batch": 4, "decode_steps": 2})
-    assert (pass_limits(unlimited).decode_rows, most_rows(unlimited)) == (None, 256)
-
-
 def test_devices_agree_on_the_smallest_budget():
     assert smallest_budget([KVBudget(10, 900), KVBudget(12, 800)]) == KVBudget(10, 800)
     assert smallest_budget([]) is None
@@ -171,8 +151,6 @@ def test_the_measured_passes_leave_nothing_behind(model):
     if spec.is_encoder_decoder:
         config = {**spec.config, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "vocab_size": 64}
         config |= {"num_layers": 2, "num_decoder_layers": 2}
-        from exeplan.core.model import model_spec
-
         spec = replace(model_spec(config, name="tiny"), max_context=40)
     runner = ModelRunner(spec, num_blocks=1)
     run_passes(runner, 100, 3)

@@ -12,12 +12,16 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
+
+from exeplan.core.profile import Profile, save_profile
 
 from ..processes import PATIENCE, descendants, eventually, is_alive
 
@@ -45,9 +49,10 @@ SLOW = (
 class Cluster:
     """Its nodes have so many CPUs each, and a worker takes one."""
 
-    def __init__(self, *sizes: int) -> None:
+    def __init__(self, *sizes: int, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, CLUSTER, *map(str, sizes)],
+            env={**os.environ, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -88,7 +93,7 @@ class Cluster:
 class Server:
     """`exeplan serve` of the demo model with random weights."""
 
-    def __init__(self, folder: Path, plan: str, *options: str) -> None:
+    def __init__(self, folder: Path, plan: str, *options: str, environment: Mapping[str, str]) -> None:
         folder.mkdir(exist_ok=True)
         file = folder / "plan.yaml"
         file.write_text(f"model: demo\nkv_cache_tokens: 8192\n{plan}")
@@ -106,7 +111,8 @@ class Server:
                 "0",
                 *options,
             ]
-            self.process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
+            variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+            self.process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
         eventually(lambda: "\nserving" in self.log or self.process.poll() is not None)
         self.url = self._url()
 
@@ -135,14 +141,24 @@ class Server:
         with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
             return json.load(reply)["choices"][0]["logprobs"]["tokens"]
 
+    def get(self, path: str) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=PATIENCE) as reply:
+            return json.load(reply)
+
+    def plan(self) -> dict[str, Any]:
+        """That it runs."""
+        return self.get("/plan")
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE)
 
 
 @contextlib.contextmanager
-def serving(folder: Path, plan: str, *options: str) -> Iterator[Server]:
-    server = Server(folder, plan, *options)
+def serving(
+    folder: Path, plan: str, *options: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Server]:
+    server = Server(folder, plan, *options, environment=environment)
     try:
         yield server
     finally:
@@ -151,8 +167,8 @@ def serving(folder: Path, plan: str, *options: str) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def nodes(*sizes: int) -> Iterator[Cluster]:
-    cluster = Cluster(*sizes)
+def nodes(*sizes: int, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[Cluster]:
+    cluster = Cluster(*sizes, environment=environment)
     try:
         yield cluster
     finally:
@@ -232,6 +248,43 @@ def test_requests_of_a_replica_that_has_no_room_any_more_go_on_on_another(
         assert server.tokens() == expected
         assert server.stop() == 0
     eventually(lambda: not cluster.agents())
+
+
+PLANNED = "profile: p.json\nworkload: 'fixed:in=40;out=90'\nbound: {seconds: 20, about: p99-length}\n"
+AUTO = ("--replan", "auto", "--replan-dwell", "1s")
+
+
+def test_a_pipeline_that_lost_a_node_goes_on_on_the_other_and_back_when_the_node_is_there_again(
+    tmp_path: Path, cluster: Cluster, expected: list[list[str]], profile: Profile
+) -> None:
+    save_profile(profile, tmp_path / "p.json")
+    with serving(tmp_path, PLANS["pp"] + PLANNED, "--ray", cluster.address, *AUTO) as server:
+        assert server.tokens(cluster.lose) == expected
+        assert len(server.plan()["placement"]) == 1
+        assert "1 of 2 devices are left to replica 0" in server.get("/ready")["devices"]
+        assert len(cluster.agents()) == 1
+        assert server.tokens(cluster.add) == expected
+        eventually(lambda: "the devices of replica 0 are back" in server.log)
+        eventually(lambda: len(server.plan()["placement"]) == 2)
+        assert server.get("/ready") == {"status": "ok"}
+        assert server.tokens() == expected
+        assert len(cluster.agents()) == 2
+        assert server.stop() == 0
+    eventually(lambda: not cluster.agents())
+
+
+def test_without_the_head_node_requests_are_answered_until_rays_patience_ends_and_the_server_with_it(
+    tmp_path: Path, expected: list[list[str]]
+) -> None:
+    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "20"}
+    with (
+        nodes(1, 1, environment=patience) as cluster,
+        serving(tmp_path, PLANS["pp"], "--ray", cluster.address, environment=patience) as server,
+    ):
+        assert server.tokens(lambda: cluster.obey("behead 0")) == expected
+        assert server.tokens() == expected
+        assert server.process.wait(PATIENCE) == 1
+        eventually(lambda: not cluster.agents())
 
 
 def test_two_servers_share_a_cluster(tmp_path: Path, cluster: Cluster, expected: list[list[str]]) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from exeplan.core.schedule import Stage
 from exeplan.errors import InputError
-from exeplan.runner.distributed.ray_bundles import bundles, worker_resources
+from exeplan.runner.distributed.ray_bundles import bundles, devices_left, worker_resources
 
 CPU, GPU = worker_resources("cpu", 2), worker_resources("cuda", 2)
 PIPELINE = (Stage(devices=(0, 1, 2), layers=(0, 3)), Stage(devices=(3,), layers=(3, 6)))
@@ -38,3 +38,17 @@ def test_a_cluster_that_is_too_small_is_named_with_what_it_has():
 def test_a_cluster_without_nodes_has_no_room():
     with pytest.raises(InputError, match="room for 0 of its 4 workers"):
         bundles(PIPELINE, GPU, [])
+
+
+@pytest.mark.parametrize(
+    ("free", "left"),
+    [
+        ([], ()),
+        ([{}, {"CPU": 1.9}], ()),
+        ([{"CPU": 2.0}, {"CPU": 5.0}], ((0, 1), (2,))),
+        ([{"CPU": 64.0}, {"CPU": 64.0}], ((0, 1, 2, 3),)),
+        ([{"CPU": 2.0}] * 5, ((0,), (1,), (2,), (3,))),
+    ],
+)
+def test_the_devices_left_are_as_many_as_each_node_has_room_for_and_no_more_than_there_were(free, left):
+    assert devices_left(PIPELINE, CPU, free) == left

@@ -4,14 +4,16 @@ import asyncio
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
+from msgspec.structs import replace as with_fields
 
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
+from exeplan.runner.compute.reference_passes import canonical_passes
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
@@ -19,7 +21,7 @@ from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.engine_process.link import _IMPORTED
 from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.fork_server import ForkServer
-from exeplan.runner.ipc.messages import EngineSetup, Event, Prompt, Sampling
+from exeplan.runner.ipc.messages import EngineSetup, Event, Prompt, Sampling, Stats
 
 from ..processes import PATIENCE, is_alive
 
@@ -103,6 +105,32 @@ def test_an_engine_whose_events_cannot_be_taken_is_ended() -> None:
             await engine.close()
 
     asyncio.run(run())
+
+
+def test_a_watched_engine_says_how_slow_the_machine_is_while_it_works_and_answers_the_same() -> None:
+    passes = tuple(replace(one, seconds=1e-9) for one in canonical_passes(num_layers=2, longest=64))
+
+    async def answer(watched: bool) -> tuple[list[int], list[Stats]]:
+        engine = EngineClient(with_fields(setup(), reference_passes=passes if watched else ()))
+        found: list[Stats] = []
+        try:
+            await engine.until_ready()
+            engine.on_step = lambda events, stats: found.append(stats)
+            engine.submit(job := engine.reserve(1), [prompt()])
+            tokens: list[int] = []
+            while len(tokens) < 50:
+                tokens += [token for event in await job.next_events() for token in event.token_ids]
+            return tokens, found
+        finally:
+            await engine.close()
+
+    tokens, plain = asyncio.run(answer(watched=False))
+    assert not any(stats.slowness or stats.reference_seconds for stats in plain)
+    same, watched = asyncio.run(answer(watched=True))
+    assert same == tokens
+    told = [stats for stats in watched if stats.slowness]
+    assert told
+    assert all(stats.slowness > 1 and stats.reference_seconds > 0 for stats in told)
 
 
 def test_jobs_of_a_replica_that_has_failed_go_on_on_the_others_until_none_is_left(monkeypatch) -> None:

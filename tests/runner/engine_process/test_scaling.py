@@ -53,6 +53,60 @@ async def answer(engine: ReplicaSet, job: Job) -> list[int]:
     return tokens
 
 
+def test_a_replica_that_an_operator_drains_stays_away_until_it_is_resumed() -> None:
+    async def run() -> None:
+        setup = engine_setup(PLAN, SPEC, dummy_weights=True)
+        engine = ReplicaSet([setup] * 2, "shortest-queue")
+        try:
+            await engine.until_ready()
+            expected = await answer(engine, begin(engine, 200))
+            jobs = [begin(engine, 200) for _ in range(4)]
+            engine.drain(1)
+            assert [one.state for one in engine.states()] == ["serving", "draining"]
+            engine.scale_to(2)
+            assert engine.num_starting == 0
+            with pytest.raises(InputError, match="replica 0 is the only one that serves"):
+                engine.drain(0)
+            late = [begin(engine, 200) for _ in range(2)]
+            assert [client.num_jobs for client in engine._clients] == [4, 2]
+            assert [await answer(engine, job) for job in [*jobs, *late]] == [expected] * 6
+            await until(lambda: [one.state for one in engine.states()] == ["serving", "drained"])
+            engine.resume(1)
+            with pytest.raises(InputError, match="replica 1 serves, or will by itself"):
+                engine.resume(1)
+            await until(lambda: engine.num_serving == 2)
+            jobs = [begin(engine, 200) for _ in range(4)]
+            assert {client.num_jobs for client in engine._clients} == {2}
+            assert [await answer(engine, job) for job in jobs] == [expected] * 4
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_what_a_drained_replica_has_goes_on_on_another_with_the_same_tokens() -> None:
+    async def run() -> None:
+        setup = engine_setup(PLAN, SPEC, dummy_weights=True)
+        engine = ReplicaSet([setup] * 2, "shortest-queue")
+        try:
+            await engine.until_ready()
+            expected = await answer(engine, begin(engine, 1000))
+            jobs = [begin(engine, 1000) for _ in range(4)]
+            await until(lambda: not any(job.waiting for job in jobs))
+            for number in (0, 1, 0):  # More often than a request may crash.
+                engine.drain(number, move=True)
+                assert engine.client(number) is None
+                assert engine.client(1 - number).num_jobs == 4
+                engine.resume(number)
+                assert engine.states()[number].state == "starting"
+                await until(lambda: engine.num_serving == 2)
+            assert [await answer(engine, job) for job in jobs] == [expected] * 4
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
 def test_a_replica_starts_answers_what_it_has_and_ends() -> None:
     async def run() -> None:
         setup = engine_setup(PLAN, SPEC, dummy_weights=True)

@@ -21,7 +21,9 @@ from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.process import _EngineLoop
 from exeplan.runner.ipc import fork_server, messages
 from exeplan.runner.ipc.frames import Channel, MessageError, frame
+from exeplan.runner.replan import advisor
 from exeplan.runner.replan.advisor import Advisor
+from exeplan.runner.replan.devices import DeviceFollower
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server import readers
 from exeplan.runner.server.reader_process import Reader
@@ -44,8 +46,8 @@ HANDLERS = {
     "WorkerCommand": [Worker.take],
     "WorkerEvent": [WorkerGroup._await_ready, MultiprocessExecutor._take, MultiprocessExecutor.save,
                     MultiprocessExecutor.restore],
-    "AdvisorRequest": [Advisor.take],
-    "AdvisorReply": [Replanner._look, Replanner.frontier, Replanner._start_advisor],
+    "AdvisorRequest": [Advisor.take, advisor.plan_left],
+    "AdvisorReply": [Replanner._look, Replanner.frontier, Replanner._start_advisor, DeviceFollower._find],
     "RankReport": [links._answers],
     "ReaderCommand": [Reader.take],
     "ReaderAnswer": [Readers._read, readers._Reader._start, Service.read_generation, Service.tokenize,

@@ -10,8 +10,8 @@ import pytest
 
 from exeplan.runner.ipc.frames import frame
 from exeplan.runner.ipc.messages import AdvisorReady, GetFrontier
-from exeplan.runner.replan import replanner as replan
-from exeplan.runner.replan.replanner import _AdvisorProcess
+from exeplan.runner.replan import advisor_process
+from exeplan.runner.replan.advisor_process import AdvisorProcess
 
 CODE = """
 import os
@@ -40,12 +40,12 @@ def test_a_reply_that_takes_too_long_ends_the_process(monkeypatch):
     """A late reply is not read as that to another request."""
 
     async def ask() -> None:
-        advisor = await _AdvisorProcess.start()
+        advisor = await AdvisorProcess.start()
         try:
-            monkeypatch.setattr(replan, "SEARCH_SECONDS", 0.0)
+            monkeypatch.setattr(advisor_process, "SEARCH_SECONDS", 0.0)
             with pytest.raises(TimeoutError):
                 await advisor.ask(GetFrontier())
-            monkeypatch.setattr(replan, "SEARCH_SECONDS", 10.0)
+            monkeypatch.setattr(advisor_process, "SEARCH_SECONDS", 10.0)
             with pytest.raises((EOFError, ConnectionError)):
                 await advisor.ask(GetFrontier())
         finally:

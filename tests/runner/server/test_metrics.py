@@ -21,7 +21,9 @@ HISTOGRAMS = """time_to_first_token_seconds inter_token_latency_seconds request_
     request_prompt_tokens request_generation_tokens iteration_tokens_total"""
 COUNTERS = """num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total
     admission_rejections_total replans_total
-    client_requests_total client_rejections_total client_prompt_tokens_total client_generation_tokens_total"""
+    client_requests_total client_rejections_total client_prompt_tokens_total client_generation_tokens_total
+    reference_pass_seconds_total"""
+SUMMARIES = "machine_slowness"
 GAUGES = """num_requests_running num_requests_waiting kv_cache_usage_perc
     drift_measure drift_requests drift_bound_share drift_best_gain drift_bound_missed
     replan_pause_seconds replan_last_seconds replan_proposed
@@ -112,6 +114,14 @@ def test_one_request_by_hand(engine):
     assert found["request_success_total", "stop"] == 1
 
 
+def test_slowness_is_summed_over_the_iterations_that_a_reference_pass_followed(engine):
+    for slowness, seconds in ((1.25, 0.01), (0.0, 0.0), (1.5, 0.02)):
+        engine.metrics.step([], Stats(slowness=slowness, reference_seconds=seconds))
+    found = engine.values()
+    assert (found["machine_slowness_count"], found["machine_slowness_sum"]) == (2, 2.75)
+    assert found["reference_pass_seconds_total"] == pytest.approx(0.03)
+
+
 def test_a_dropped_request_counts_once(engine):
     engine.metrics.step([event(2.0)], IDLE)
     engine.metrics.dropped("1-0")
@@ -141,7 +151,7 @@ def test_gauges_show_the_engine_and_the_bound(engine):
 
 def test_every_name_has_help_and_type_from_the_start_and_counters_their_zeros(engine):
     page = engine.page()
-    kinds = {"histogram": HISTOGRAMS, "counter": COUNTERS, "gauge": GAUGES}
+    kinds = {"histogram": HISTOGRAMS, "counter": COUNTERS, "gauge": GAUGES, "summary": SUMMARIES}
     wanted = {f"# TYPE exeplan:{name} {kind}" for kind, names in kinds.items() for name in names.split()}
     assert {line for line in page.splitlines() if line.startswith("# TYPE")} == wanted
     helped = {line.split()[2] for line in page.splitlines() if line.startswith("# HELP") and len(line.split()) > 3}
@@ -173,8 +183,8 @@ def test_no_sample_has_another_name(engine):
     engine.metrics.step([event(2.0)], Stats(**ran, num_prefill=1))
     engine.metrics.step([event(2.5), event(3.0, finish_reason="stop")], Stats(**ran, num_decode=1))
     names = {name if isinstance(name, str) else name[0] for name in engine.values()}
-    histograms = {f"{name}_{part}" for name in HISTOGRAMS.split() for part in ("sum", "count")}
-    assert names == histograms | set(COUNTERS.split()) | set(GAUGES.split())
+    sums = {f"{name}_{part}" for name in (*HISTOGRAMS.split(), SUMMARIES) for part in ("sum", "count")}
+    assert names == sums | set(COUNTERS.split()) | set(GAUGES.split())
 
 
 def test_names_of_vllm_are_further_families_with_the_same_samples(engine):

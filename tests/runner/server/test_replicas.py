@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -99,6 +100,74 @@ def test_a_replica_whose_engine_dies_goes_on_with_another_one_and_what_the_other
         assert [response.read().count(b"data: {") for response in responses] == [999, 999]
         assert second in server.engine_pids
         assert first not in server.engine_pids
+
+
+def test_a_replica_drains_and_comes_back_under_load_without_a_refused_request(pair, server):
+    bodies = [
+        {"prompt": [3 + n, 5], "max_tokens": 20 + 7 * n, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        for n in range(6)
+    ]
+    expected = [json.loads(server.complete(body).text)["choices"][0]["logprobs"]["tokens"] for body in bodies]
+    over, found = threading.Event(), []
+
+    def ask(number):
+        while not over.is_set():
+            found.append((number, pair.complete(bodies[number])))
+
+    clients = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for client in clients:
+        client.start()
+    try:
+        for number, move in ((1, False), (0, False), (1, True)):
+            drain_and_resume(pair, number, move=move)
+    finally:
+        over.set()
+        for client in clients:
+            client.join()
+    assert len(found) > 12
+    for number, reply in found:
+        assert reply.status == 200, reply.text
+        assert json.loads(reply.text)["choices"][0]["logprobs"]["tokens"] == expected[number]
+
+
+def drain_and_resume(server, number, *, move):
+    before = server.engine_pids
+    assert server.call("/replicas", {"drain": number, "move": move}).status == 200
+    refused = server.call("/replicas", {"drain": 1 - number})
+    assert refused.status == 409
+    assert f"replica {1 - number} is the only one that serves" in refused.error["message"]
+    eventually(lambda: states(server)[number] == "drained")
+    assert len(server.engine_pids) == 1
+    assert server.call("/replicas", {"resume": number}).status == 200
+    eventually(lambda: states(server) == ["serving", "serving"])
+    assert len(set(server.engine_pids) - set(before)) == 1
+
+
+def states(server):
+    return [one["state"] for one in json.loads(server.call("/replicas").text)["replicas"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"drain": 2}, 409, "there are replicas 0 to 1, found 2"),
+        ({"resume": 0}, 409, "replica 0 serves, or will by itself"),
+        ({"drain": "0"}, 400, "drain"),
+        ({"move": True}, 400, "drain"),
+        ({"resume": 0, "move": True}, 400, "move"),
+    ],
+)
+def test_what_cannot_be_drained_is_refused(pair, body, status, message):
+    reply = pair.call("/replicas", body)
+    assert reply.status == status
+    assert message in reply.error["message"]
+
+
+def test_only_an_operator_drains_and_one_replica_is_drained_with_the_server(pair, server, keyed):
+    assert pair.call("/replicas", {"drain": 0}, authorization="").status == 401
+    assert server.call("/replicas", {"drain": 0}).status == 403
+    assert keyed.call("/replicas", {"drain": 0}).status == 409
+    assert "SIGTERM" in keyed.call("/replicas").error["message"]
 
 
 def test_sigterm_finishes_what_runs_and_leaves_no_process(launch):

@@ -1,0 +1,34 @@
+"""A report says what a plan assumes of memory where its profile does not tell."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from exeplan.cli import main
+
+ASSUMED = "the profile has no runtime_bytes: 1.50 GiB of workspace are assumed for all passes and placements"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a profile of a GPU, the same as an older exeplan wrote it, and the same with an engine's constants."""
+    folder = tmp_path_factory.mktemp("profiles")
+    for name, more in (("new", []), ("vllm", ["--engine", "vllm"])):
+        made = ["profile", "llama-50m", "--datasheet", "a100-40gb", *more, "-o", str(folder / f"{name}.json")]
+        assert main(made) == 0
+    body = json.loads((folder / "new.json").read_text())
+    assert body.pop("runtime_bytes") == 1_500_000_000
+    (folder / "old.json").write_text(json.dumps({**body, "workspace_bytes": 3 << 29}))
+    return folder
+
+
+@pytest.mark.parametrize(("profile", "assumes"), [("new", False), ("old", True), ("vllm", False)])
+def test_a_gpus_profile_without_runtime_bytes_is_planned_with_a_sentence(
+    folder: Path, profile: str, assumes: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--workload", "fixed:in=64;out=8", "--latency-bound", "60s", "--policy", "orca", "--max-num-seqs", "4"]
+    assert (
+        main(["optimize", "--profile", str(folder / f"{profile}.json"), *asked, "-o", str(folder / "plan.yaml")]) == 0
+    )
+    assert (ASSUMED in " ".join(capsys.readouterr().out.split())) is assumes

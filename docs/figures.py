@@ -608,7 +608,13 @@ def a100_errors(stack: str) -> Callable[[Record], str]:
 
 # --- engine and server ------------------------------------------------------------------------------------------------
 
-_PEERS = {"generate": "`generate`", "continuous": "transformers' continuous batching", "vllm": "vLLM's CPU build"}
+_PEERS = {
+    "generate": "`generate`",
+    "continuous": "transformers' continuous batching",
+    "openvino": "OpenVINO GenAI",
+    "ctranslate2": "CTranslate2",
+    "vllm": "vLLM's CPU build",
+}
 
 
 def engine_rates(record: Record) -> str:
@@ -616,6 +622,7 @@ def engine_rates(record: Record) -> str:
     body = [
         (title, *(_over(rates[load]["exeplan"], rates[load][peer]) for load in ("W1", "W2")))
         for peer, title in _PEERS.items()
+        if peer in rates["W1"]
     ]
     return rows(("exeplan over", "requests of equal length", "ragged lengths"), body)
 

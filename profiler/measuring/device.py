@@ -19,6 +19,7 @@ import torch
 
 from exeplan.core.profile import Device
 from exeplan.errors import InputError
+from exeplan.kernels import native
 from exeplan.kernels.fp8_linear import Fp8Linear
 from exeplan.kernels.linear import Linear
 from exeplan.version import __version__
@@ -179,4 +180,5 @@ def versions() -> dict[str, str]:
         "numpy": numpy.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cpu_kernels": f"compiled, {native.width()} floats a vector" if native.width() else "torch",
     }

@@ -571,6 +571,28 @@ def pooling_medians(record: Record) -> str:
     return "\n".join(lines)
 
 
+def noise_floor(record: Record) -> str:
+    """TTFT, TPOT and end to end by deployment."""
+    header = ("deployment", "runs", "noise, %", "interpolated by the others, %", "one correction of all, %")
+    medians = [" / ".join(f"{100 * value:.1f}" for value in errors.values()) for errors in record["medians"].values()]
+    body = [tuple(row.values()) for row in record["floor"]]
+    return rows(header, [*body, ("median", "", *medians)])
+
+
+def noise_floor_picks(record: Record) -> str:
+    """Without a margin, and with the least one for all cases with which one pick in a hundred breaks."""
+    header = (
+        "predicted by",
+        "broke the bound",
+        "throughput kept, mean",
+        "within 5 % of the best",
+        "least margin",
+        "broke it then",
+        "kept then",
+    )
+    return rows(header, [(name, *cells) for name, _, *cells in (row.values() for row in record["picks"])])
+
+
 def a100_errors(stack: str) -> Callable[[Record], str]:
     def made(record: Record) -> str:
         row = next(
@@ -586,7 +608,13 @@ def a100_errors(stack: str) -> Callable[[Record], str]:
 
 # --- engine and server ------------------------------------------------------------------------------------------------
 
-_PEERS = {"generate": "`generate`", "continuous": "transformers' continuous batching", "vllm": "vLLM's CPU build"}
+_PEERS = {
+    "generate": "`generate`",
+    "continuous": "transformers' continuous batching",
+    "openvino": "OpenVINO GenAI",
+    "ctranslate2": "CTranslate2",
+    "vllm": "vLLM's CPU build",
+}
 
 
 def engine_rates(record: Record) -> str:
@@ -594,6 +622,7 @@ def engine_rates(record: Record) -> str:
     body = [
         (title, *(_over(rates[load]["exeplan"], rates[load][peer]) for load in ("W1", "W2")))
         for peer, title in _PEERS.items()
+        if peer in rates["W1"]
     ]
     return rows(("exeplan over", "requests of equal length", "ragged lengths"), body)
 
@@ -894,6 +923,15 @@ def through_vllm_summary(record: Record) -> str:
     return "; ".join([said, kept, gains, minutes])
 
 
+def disaggregated_errors(record: Record) -> str:
+    """Of all runs; the protocol stands in the page's sentence."""
+    errors = {name: percent(value / 100) for name, value in record["errors"]["all"].items()}
+    return (
+        f"TTFT {errors['TTFT mean']} off in the mean (median {errors['TTFT median']}), TPOT {errors['TPOT mean']} "
+        f"({errors['TPOT median']}), {len(record['rows'])} runs"
+    )
+
+
 FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "planner-policies": {"plans": best_plans},
     "search": {"optima": searched("rows"), "evaluations": evaluations},
@@ -918,11 +956,13 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     },
     "silicon": {"errors": silicon_errors, "picks": silicon_picks},
     "silicon-pooling": {"medians": pooling_medians, "sentence": pooling_sentence},
+    "silicon-noise-floor": {"floor": noise_floor, "picks": noise_floor_picks},
     "a100": {"distserve": a100_errors("distserve"), "splitwise": a100_errors("splitwise")},
     "engine-throughput": {"rates": engine_rates, "runs": engine_runs, "same": engine_same},
     "through-vllm": {"cases": through_vllm, "summary": through_vllm_summary},
     "vllm-plugin": {"runs": vllm_plugin},
     "vllm-watch": {"summary": vllm_watch},
+    "silicon-servers": {"errors": disaggregated_errors},
     "kills": {
         "kills": lambda record: str(sum(plan["kills"] for plan in record["plans"])),
         "answers": answers,

@@ -45,6 +45,7 @@ from exeplan.profiler.datasheets.engine_constants import (
     engine_defaults,
     engine_policies,
     expert_shardings,
+    has_servers,
     load_engine,
     with_engine,
 )
@@ -243,6 +244,7 @@ def optimize(
             one_pipeline=one_pipeline,
             policy=fspath(policy),
             engine_policies=engine_policies(measured),
+            whole_servers=has_servers(measured),
             method=method,
             order=order or ("das" if deadlines else "fcfs"),
             risk=margin,
@@ -325,6 +327,7 @@ def compare(
             cluster=cluster,
             policy=policy,
             engine_policies=engine_policies(profile),
+            whole_servers=has_servers(profile),
         )
         for (profile, cluster), workload, bound in asked
     ]

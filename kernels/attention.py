@@ -6,10 +6,11 @@ slots of packed rows.
 
 Query head h reads key/value head h // G. Bytes of decode: 2 * C * K * D elements a sequence, read once.
 
-On a CPU one decode iteration of all sequences is three operations, whatever their lengths: the scores are a matrix
-product sampled at the pairs of query and key, the softmax is dense per length, the weighted sum of values is a weighted
-embedding bag. That takes half the time of a batched product per sequence, because no operation copies, pads or
-transposes. Not here: the location of keys and values (`runner/compute/kv_cache.py`).
+On a CPU one decode iteration of all sequences is one compiled kernel (`native`). Without it, in float32, it is three
+operations, whatever their lengths: the scores are a matrix product sampled at the pairs of query and key, the softmax
+is dense per length, the weighted sum of values is a weighted embedding bag. That takes half the time of a batched
+product per sequence, because no operation copies, pads or transposes. Not here: the location of keys and values
+(`runner/compute/kv_cache.py`).
 """
 
 import functools
@@ -22,6 +23,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from numpy.typing import NDArray
 from torch import Tensor
+
+from exeplan.kernels import native
 
 _QUERIES = 256
 """Queries of a causal prompt that run at a time, against the keys that any of them attends to."""
@@ -195,6 +198,13 @@ class CachedRows:
         over a copy of them is then faster than samples, which would read it once a head.
         """
         self.num_heads, self.biases, self.shared = num_heads, biases, shared
+        self.num_kv_heads = num_kv_heads
+        self.native = native.attends(like) and not shared and all(contexts)
+        if self.native:
+            self.slot_X, self.context_B = torch.from_numpy(slot_X), torch.tensor(contexts)
+            self.longest = max(contexts)
+            self.bias = None if biases is None else torch.cat([bias_HC.flatten().float() for bias_HC in biases])
+            return
         self.sampled = like.device.type == "cpu" and like.dtype == torch.float32 and not shared
         if not self.sampled:
             heads_K1 = np.arange(num_kv_heads, dtype=np.int64)[:, None] * num_slots
@@ -226,6 +236,19 @@ def decode_attention(
     sink_H: Tensor | None = None,
 ) -> Tensor:
     """One query token a sequence over its cached keys and values, `[B, H, D]`; sinks as in `prefill_attention`."""
+    if cached.native:
+        return native.decode(
+            q_BHD,
+            keys_RD,
+            values_RD,
+            cached.slot_X,
+            cached.context_B,
+            longest=cached.longest,
+            kv_heads=cached.num_kv_heads,
+            scale=scale,
+            bias=cached.bias,
+            sink_H=sink_H,
+        )
     if not cached.sampled:
         return _decode_gathered(q_BHD, keys_RD, values_RD, cached, scale, sink_H)
     batch, heads, head_dim = q_BHD.shape

@@ -27,7 +27,7 @@ QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Fp8Linear:
     """`y_NO = x_NI @ (scale_O1 * weight_OI).T + bias_O`."""
 
-    packed = adds = False
+    packed = False
 
     def __init__(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, quantize_rows: QuantizeRows = quantize_rows_reference

@@ -2,14 +2,17 @@
 
 Letters: N rows (tokens), I inputs, O outputs.
 
-oneDNN multiplies a weight that was reordered beforehand at 92-112 GFLOP/s where the plain product gives about 60
-(32 rows, one Zen 4 core); the packed copy replaces the plain one. One to three rows cost more than four, so they
-are padded to four. Other devices and dtypes take torch's own product. Not here: quantised weights.
+The packed copy replaces the plain one. On one thread the compiled kernels (`native`) multiply it: at 208 to 239 GFLOP/s
+with 32 rows where oneDNN has 151 to 185 and the plain product 71 to 86 (one Zen 5 core, weights from memory), and no
+slower with any other number of rows. Elsewhere oneDNN does; there one to three rows cost more than four, so they are
+padded to four. Other devices and dtypes take torch's own product. Not here: quantised weights.
 """
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from torch import Tensor
+
+from exeplan.kernels import native
 
 _PACK_ROWS = 32  # The blocking chosen for 32 rows is within 2 % of the best from 4 to 2048 rows.
 _MIN_ROWS = 4
@@ -22,16 +25,30 @@ class Linear:
         self.out_features, self.in_features = weight_OI.shape
         self.bias_O = bias_O
         self.packed = prepacks(weight_OI.device, weight_OI.dtype)
-        if self.packed:
+        self._native = self.packed and native.multiplies()
+        if self._native:
+            weight_OI = native.pack(weight_OI)
+        elif self.packed:
             weight_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _PACK_ROWS)
         self.weight = weight_OI
 
-    @property
-    def adds(self) -> bool:
-        """Whether `addmm` with the weight computes the same, so that a sum can be fused into the product."""
-        return self.bias_O is None and not self.packed
+    def dense(self) -> Tensor:
+        """The weight `[O, I]` as it was before packing."""
+        if self._native:
+            return native.unpack(self.weight, self.out_features)
+        return self.weight.to_dense() if self.packed else self.weight
+
+    def added_to(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
+        """The sum of `y` and the product of `x`; `y` may be overwritten."""
+        if self._native and y_NO.is_contiguous():
+            return native.linear(x_NI, self.weight, self.bias_O, self.out_features, added_to=y_NO)
+        if self.bias_O is None and not self.packed:
+            return y_NO.addmm_(x_NI, self.weight.t())
+        return self(x_NI).add_(y_NO)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
+        if self._native:
+            return native.linear(x_NI, self.weight, self.bias_O, self.out_features)
         if not self.packed:
             return F.linear(x_NI, self.weight, self.bias_O)
         rows = x_NI.shape[0]

@@ -23,6 +23,7 @@ from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl, upcast
 from exeplan.kernels.online_softmax import BiasArguments, DistanceBias, attend, distance_bias
 from exeplan.kernels.ragged_attention import CONFIGS
+from exeplan.kernels.to_device import to_device
 from exeplan.kernels.tuning import Config, best_config
 
 
@@ -39,7 +40,7 @@ class Slots:
         for first, end in prompts:
             assert first // slot_tokens == (end - 1) // slot_tokens, "a prompt lies in one slot"
             seen_N2[first:end] = first, end
-        self.seen_N2 = torch.from_numpy(seen_N2).to(device)
+        self.seen_N2 = to_device(seen_N2, device)
         """The first and, exclusive, the last token that each attends to; (0, 0) for padding."""
 
 

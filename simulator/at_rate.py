@@ -111,8 +111,12 @@ def estimate_at_rate(
     """
     full = points[-1]
     if full.steady.arriving is not None:
-        points = [SteadyState(s, full.workload, at, full.num_ranks) for s, at in full.steady.arriving(arrivals.rate)]
-    if _is_gated(full):
+        points = [SteadyState(s, full.workload, at, full.num_caches) for s, at in full.steady.arriving(arrivals.rate)]
+    if full.steady.queued is not None:
+        numbers, steady = zip(*full.steady.queued(), strict=True)
+        points = [SteadyState(full.schedule, full.workload, at, full.num_caches) for at in steady]
+        mix = _from_queue(points, np.array(numbers, dtype=float), arrivals, cost)
+    elif _is_gated(full):
         points = _by_size(points)
         mix = _through_gate(points, arrivals, cost, apart=full.steady.arriving is not None)
     else:
@@ -276,6 +280,26 @@ def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostM
         wait=found.wait,
         met=_met_at_gate(np.interp(np.interp(found.together, each, blended), sizes, np.arange(len(points))), found),
         kv_tokens=float(np.interp(most, sizes, [point.kv_tokens for point in points])),
+        harmonic=False,
+    )
+
+
+def _from_queue(points: Sequence[SteadyState], numbers: Floats, arrivals: Arrivals, cost: CostModel) -> _Mix:
+    """Where a batch takes some of those that wait: its steady states are those of so many that wait."""
+    each = np.arange(1, round(float(numbers[-1])) + 1, dtype=float)
+    entering = np.interp(each, numbers, [_together(point) for point in points])
+    held = np.interp(each, numbers, [point.admission_interval for point in points])
+    shares = np.stack([_held(point, cost) for point in points], axis=1)
+    spread = np.stack([np.interp(each, numbers, row) for row in shares], axis=1)
+    variability = arrivals.variability / arrivals.sharing
+    found = gate(arrivals.rate, held[:, None] * spread, variability=variability, entering=entering)
+    seen = _weights(found.sizes, numbers) @ found.chance
+    return _Mix(
+        aboard=seen,
+        joining=seen,
+        wait=found.wait,
+        met=_met_at_gate(np.interp(found.together, numbers, np.arange(len(points))), found),
+        kv_tokens=float(np.interp(found.sizes[_held_most(found.chance)], numbers, [p.kv_tokens for p in points])),
         harmonic=False,
     )
 

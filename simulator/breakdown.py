@@ -122,7 +122,8 @@ class _Meter(CostModel):
     def stage_seconds(
         self, batch: Batch, num_tokens: int | None = None, decoding: Sequence[tuple[int, int]] | None = None
     ) -> list[float]:
-        own = [number for number, stage in enumerate(self.placement) if stage.phase == batch.phase]
+        of_phase = self.servers[batch.phase]
+        own = list(of_phase[0])
         tokens = _Tokens(batch)
         split, work = np.zeros((len(self.placement), len(KINDS))), np.zeros((len(self.placement), 2))
         for kind, part in enumerate(self.parts):
@@ -131,6 +132,10 @@ class _Meter(CostModel):
         seconds = super().stage_seconds(batch, num_tokens, decoding)
         if self.num_ranks > 1:  # Each kind of work may be most on a rank of its own.
             split[own] *= (np.array(seconds) / np.maximum(split[own].sum(axis=1), 1e-30))[:, None]
+        if len(of_phase) > 1:  # Which of the servers takes the pass is chance: each has its share of it.
+            for number, stage in enumerate(own):
+                alike = [stages[number] for stages in of_phase]
+                split[alike], work[alike] = split[stage] / len(of_phase), work[stage] / len(of_phase)
         self.split.append(split)
         self.work.append(work)
         return seconds

@@ -33,8 +33,8 @@ class SteadyState:
     schedule: Schedule
     workload: Workload
     steady: Steady
-    num_ranks: int = 1
-    """Among which the requests are divided, with a KV cache each."""
+    num_caches: int = 1
+    """KV caches of ranks or servers, among which the requests are divided."""
 
     @property
     def cycle(self) -> Cycle:
@@ -49,9 +49,9 @@ class SteadyState:
     def kv_tokens(self) -> float:
         """Tokens of KV cache to provide: the mean, its spread, and half a block lost in each resident's last block.
 
-        Of several ranks each needs room for the spread of its own requests.
+        Of several caches each needs room for the spread of its own requests.
         """
-        spread = KV_SIGMAS * self.cycle.kv_tokens_std * math.sqrt(self.num_ranks)
+        spread = KV_SIGMAS * self.cycle.kv_tokens_std * math.sqrt(self.num_caches)
         return self.cycle.kv_tokens + spread + self.cycle.num_seqs * BLOCK_SIZE / 2
 
     def latency(self, output_tokens: Floats) -> Floats:
@@ -113,7 +113,7 @@ def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> Ste
     """The steady state of a schedule under a backlog of this workload."""
     policy = load_policy(schedule.policy)
     steady = policy.steady_state(schedule, workload, cost.for_policy(policy))
-    return SteadyState(schedule, workload, steady, cost.num_ranks)
+    return SteadyState(schedule, workload, steady, cost.num_caches)
 
 
 def estimate(

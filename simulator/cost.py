@@ -13,7 +13,7 @@ Batches are timed here one by one, the passes of a steady cycle all at once (`pa
 (`profiler/`) and what happens when (`closed_form.py`, `replay.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -60,17 +60,28 @@ class CostModel(PlacementTimings):
         return self if timings is self.timings else CostModel(timings, self.placement, self.cluster)
 
     def seconds(self, cycle: Cycle) -> Floats:
-        """Each expected pass of a steady cycle on each stage, [stages, passes], given that it occurs."""
+        """Each expected pass of a steady cycle on each stage, [stages, passes], given that it occurs.
+
+        Where n servers share a phase, each of their stages is given an n-th of its time: n equal pipelines side by side
+        take as many passes, each in the same time, as one of n times the stages with an n-th of the work.
+        """
         passes = Passes(cycle)
         if self.num_ranks > 1:
             ranks = RankPasses(self, cycle, passes)
             on_host = host_seconds(self, ranks)
             found = {id(kind): on_host + ranks.stage_seconds(kind) for kind in self._distinct_kinds}
-            return np.array([found[id(kind)] for kind in self.kinds])
+            return self._shared(found)
         host = host_seconds(self, passes)
         works = {size: PassSeconds(self, size, passes) for size in self.shards}
         by_kind = {id(kind): host + works[kind.size].stage_seconds(kind) for kind in self._distinct_kinds}
-        return np.array([by_kind[id(kind)] for kind in self.kinds])
+        return self._shared(by_kind)
+
+    def _shared(self, seconds: Mapping[int, Floats]) -> Floats:
+        """Of every stage, by the identity of its kind, over the servers that share its phase."""
+        counts = {phase: len(stages) for phase, stages in self.servers.items()}
+        if max(counts.values()) == 1:
+            return np.array([seconds[id(kind)] for kind in self.kinds])
+        return np.array([seconds[id(kind)] / counts[kind.phase] for kind in self.kinds])
 
     def batch_seconds(self, batch: Batch) -> float:
         """One real batch through all stages that run it."""
@@ -124,7 +135,7 @@ class CostModel(PlacementTimings):
         if self.spec.is_encoder_decoder:
             return self._num_encoded_sends() * float(send(self._bytes_per_token * num_tokens))
         late = later = 0.0
-        for number in reversed(self.prefill_stages):
+        for number in reversed(self.servers["prefill"][0]):
             kind = self.kinds[number]
             layer = self._layer_seconds(kind.sums, num_tokens, 0.0)[0]
             late = max(late, self._sent_late(number, num_tokens, layer, send) - later)

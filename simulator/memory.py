@@ -16,7 +16,7 @@ from exeplan.core.layer_costs import (
 from exeplan.core.model import DTYPE_BYTES
 from exeplan.core.pass_memory import DEFAULT_PASSES, GRAPHS_SHARE, LEAST_PASSES, LargestPasses, passes_bytes
 from exeplan.core.profile import Profile
-from exeplan.core.schedule import Placement, Schedule, Sharding
+from exeplan.core.schedule import Placement, Schedule, Sharding, servers
 from exeplan.scheduling.largest_passes import captured_rows, most_rows, pass_sizes, with_finite_context
 
 
@@ -56,8 +56,8 @@ class PlacementMemory:
         self._per_token = [kv_bytes_per_token(profile, placement, number) for number in stages]
         self._prefills = [stage.phase == "prefill" for stage in placement]
         self._decodes = [s.phase != "prefill" and s.layers[1] > s.layers[0] for s in placement]
-        ends = {stage.phase: number for number, stage in enumerate(placement)}
-        self._kinds = [(stage.sharding, ends[stage.phase] == number) for number, stage in enumerate(placement)]
+        ends = {own[-1] for phase in {stage.phase for stage in placement} for own in servers(placement, phase)}
+        self._kinds = [(stage.sharding, number in ends) for number, stage in enumerate(placement)]
         self._workspaces: dict[LargestPasses, list[float]] = {}
         self._found: dict[tuple[object, ...], LargestPasses] = {}
 
@@ -116,11 +116,13 @@ def kv_capacity_tokens(
 
 def kv_bytes_per_token(profile: Profile, placement: Placement, number: int) -> float:
     """On one GPU of a stage, of all requests' tokens. Where there are fewer key and value heads than GPUs, heads are
-    replicated; ranks of attention data parallelism each hold the tokens of their own requests."""
+    replicated; ranks of attention data parallelism, and servers of one phase, each hold the tokens of their own
+    requests."""
     stage = placement[number]
+    caches = stage.data_parallel_size * len(servers(placement, stage.phase))
     layers = stage.layers[1] - stage.layers[0]
     spread = min(stage.tensor_parallel_size, profile.model.num_kv_shares)
-    return layers * layer_kv_bytes_per_token(profile.model, profile.cache_dtype) / spread / stage.data_parallel_size
+    return layers * layer_kv_bytes_per_token(profile.model, profile.cache_dtype) / spread / caches
 
 
 def weight_bytes(profile: Profile, placement: Placement, number: int) -> float:
@@ -129,7 +131,7 @@ def weight_bytes(profile: Profile, placement: Placement, number: int) -> float:
     Routed experts are divided among all GPUs of a stage, the rest among those of a rank.
     """
     spec, stage = profile.model, placement[number]
-    own = [i for i, s in enumerate(placement) if s.phase == stage.phase]
+    own = next(found for found in servers(placement, stage.phase) if number in found)
     first, last = number == own[0], number == own[-1]
     around = embedding_parameters(spec) * (first + (last and not (spec.tied_head and first)))
     layers = (stage.layers[1] - stage.layers[0]) * layer_parameters(spec)

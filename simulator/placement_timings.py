@@ -13,7 +13,7 @@ from exeplan.arrays import Floats
 from exeplan.core.cluster import Cluster
 from exeplan.core.layer_costs import activation_bytes, all_to_all_bytes, num_all_to_alls
 from exeplan.core.profile import Profile
-from exeplan.core.schedule import Placement, Sharding, Stage, num_devices, num_ranks, single_stage
+from exeplan.core.schedule import Placement, Sharding, Stage, num_devices, num_ranks, servers, single_stage
 from exeplan.errors import InputError
 from exeplan.simulator.memory import PlacementMemory
 from exeplan.simulator.timings import Timings
@@ -64,9 +64,14 @@ class PlacementTimings:
         self.first_token_from_prefill = spec.first_token_from_prefill
         self.prefill_stages = tuple(i for i, s in enumerate(self.placement) if s.phase != "decode")
         self.decode_stages = tuple(i for i, s in enumerate(self.placement) if s.phase != "prefill")
+        self.servers = {phase: servers(self.placement, phase) for phase in {s.phase for s in self.placement}}
+        """Of each phase the stages of its servers, which take passes in turn; mostly there is one."""
+        self.num_prefill_servers = len(self.servers[self.placement[self.prefill_stages[0]].phase])
         multi_device = num_devices(self.placement) > 1
         self.num_ranks = num_ranks(self.placement)
         """Among which requests are divided; every pass waits for the fullest."""
+        self.num_caches = self.num_ranks * len(self.servers[self.placement[self.decode_stages[0]].phase])
+        """KV caches among which the requests that decode are divided."""
         sizes = {stage.sharding for stage in self.placement}
         self.shards = {size: self.timings.shard(size, multi_device) for size in sizes}
         self.overhead, self.prefill_overhead = self.timings.overhead, self.timings.prefill_overhead
@@ -89,12 +94,12 @@ class PlacementTimings:
         self.memory = PlacementMemory(self.profile, self.placement)
 
     def of_phase(self, phase: str) -> list[StageKind]:
-        """The stages that run batches of this phase, in order."""
-        return [kind for kind in self.kinds if kind.phase == phase]
+        """The stages that run a batch of this phase, in order: those of one server, as all are alike."""
+        return [self.kinds[number] for number in self.servers[phase][0]]
 
     def _kind(self, number: int) -> StageKind:
         stage = self.placement[number]
-        same = [i for i, s in enumerate(self.placement) if s.phase == stage.phase]
+        same = next(own for own in self.servers[stage.phase] if number in own)
         last = number == same[-1]
         rank = stage.devices[: stage.tensor_parallel_size]
         return StageKind(

@@ -99,7 +99,7 @@ class EngineReplay:
         self, schedule: Schedule, cost: CostModel, incoming: Incoming, *, num_blocks: int, record_passes: bool
     ) -> None:
         self.cost, self.incoming = cost.for_policy(load_policy(schedule.policy)), incoming
-        self.pipelines = [_Pipeline(self.cost, phase, number) for number, phase in enumerate(_phases(cost))]
+        self.pipelines = [_Pipeline(self.cost, *one, number) for number, one in enumerate(_pipelines(cost))]
         self.log = RunLog(
             tuple(p.stages for p in self.pipelines),
             has_leads=cost.first_token_from_prefill,
@@ -257,9 +257,8 @@ def _begun(rising: list[float], until: float) -> list[float]:
 class _Pipeline:
     """Stages that a batch passes in order, each running one batch at a time."""
 
-    def __init__(self, cost: CostModel, phase: str, number: int) -> None:
-        self.cost, self.phase, self.number = cost, phase, number
-        self.stages = tuple(number for number, stage in enumerate(cost.placement) if stage.phase == phase)
+    def __init__(self, cost: CostModel, phase: str, stages: tuple[int, ...], number: int) -> None:
+        self.cost, self.phase, self.stages, self.number = cost, phase, stages, number
         self.free = [0.0] * len(self.stages)
         """When each stage is free."""
 
@@ -384,9 +383,10 @@ class Stream:
             scheduler.check(self.row(int(too_long[0])))
 
 
-def _phases(cost: CostModel) -> list[str]:
-    """Decode stages come first: a request that they take frees a place for the next prefill."""
-    return sorted({stage.phase for stage in cost.placement})
+def _pipelines(cost: CostModel) -> list[tuple[str, tuple[int, ...]]]:
+    """The phase and the stages of each; those that decode come first: a request that they take frees a place for the
+    next prefill."""
+    return [(phase, stages) for phase in sorted(cost.servers) for stages in cost.servers[phase]]
 
 
 def _pauses(think_seconds: float, seed: int) -> Iterator[float]:

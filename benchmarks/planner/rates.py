@@ -9,7 +9,8 @@ serves of a backlog, by replay. Requests then come at 0.5 to 0.95 of that, as a 
 case, in bursts (gaps with four times the variance). Replays of several seeds go on until the median request latency has
 a 95 % interval (Student's) of 2 % and p95 of ttft one of 10 %, or for four times --seeds; the gaps of each are scaled
 to the planned rate. Near the capacity p99 of ttft has an interval of 10 to 60 % even then, which a point's `half width`
-says: an error within it is the replay's as well.
+says: an error within it is the replay's as well. Of each figure a point says whether it is `within` 5 % of the replay
+for all that its interval leaves open, `beyond` 5 % for all of it, or `undecided`: then the replays tell no more.
 
 For orca, chunked, rra and waa-c every fourth case is run by `event_simulation.py`, too, with the same requests.
 
@@ -56,6 +57,7 @@ LENGTHS = ("S", "T", "sharegpt", "heavy")
 BURSTS = 4.0
 """Squared coefficient of variation of the gaps."""
 METRICS = ("ttft", "tpot", "latency", "latency_p50", "latency_p99", "p95-ttft", "p99-ttft", "p95-tpot", "p99-tpot")
+VERDICTS = ("within", "undecided", "beyond")
 _BOUNDS = (Bound(seconds=1e9), *(Bound(seconds=1e8, metric=name) for name in METRICS if "-" in name))
 _BLOCKS = 10**7
 _CAPACITY_REQUESTS = 4000
@@ -65,6 +67,8 @@ _SPARE = 0.5
 """Share of the capacity to spare for which a replay has the given number of requests; queues of less take longer to
 reach their length."""
 _NOTHING_TO_ERR = 1e-9
+_LIMIT = 0.05
+"""What the closed form may be off."""
 
 
 def main() -> None:
@@ -106,6 +110,8 @@ def points_of(
         runs = replays(problem, schedule, arrivals, count=count, seeds=seeds)
         replayed = {name: float(np.mean([_value(run, name) for run in runs])) for name in METRICS}
         closed = closed_form(problem, schedule, arrivals)
+        halves = {name: half_width(runs, name) for name in METRICS}
+        errors = None if closed is None else {n: _error(closed[n], replayed[n]) for n in METRICS}
         yield {
             "policy": policy,
             "case": number,
@@ -115,16 +121,23 @@ def points_of(
             "capacity": capacity,
             "planned capacity": float(steady_state(schedule, problem.workload, problem.cost).throughput),
             "replays": len(runs),
-            "half width": {name: half_width(runs, name) for name in METRICS},
+            "half width": halves,
             "replay": replayed,
             "closed form": closed,
-            "errors": None if closed is None else {n: _error(closed[n], replayed[n]) for n in METRICS},
+            "errors": errors,
+            "verdicts": errors
+            and {n: _verdict(errors[n], _error(replayed[n] + halves[n], replayed[n])) for n in METRICS},
             "events": _simulated(problem, schedule, arrivals) if number % 4 == 0 and policy in SIMULATED else None,
         }
 
 
 def _error(found: float, true: float) -> float:
     return found / true - 1 if true > _NOTHING_TO_ERR else 0.0
+
+
+def _verdict(error: float, half: float) -> str:
+    """Of an error that is known to `half` on either side."""
+    return "within" if abs(error) + half <= _LIMIT else "beyond" if abs(error) - half > _LIMIT else "undecided"
 
 
 def closed_form(problem: Problem, schedule: Schedule, arrivals: Arrivals) -> dict[str, float] | None:
@@ -222,7 +235,9 @@ def draw(policy: str, number: int) -> tuple[Problem, Schedule]:
         if placement is None:
             continue
         placed = problem.at(placement)
-        enumerated = module.enumerated(len(placed.cost.decode_stages))
+        stages = len(placed.cost.decode_stages)
+        # As a search at a rate.
+        enumerated = [one for one in module.enumerated(stages) if one.get("micro_batches", 1) <= stages]
         values = dict(enumerated[rng.integers(len(enumerated))])
         for knob in module.knobs(placed.workload, 256):
             shown = np.log([knob.values[0], knob.values[-1]])
@@ -299,9 +314,16 @@ def summary(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "cases": len(here),
                 "refused": len(here) - len(known),
                 **{name: [float(np.median(s)), float(s.max())] for name, s in sizes.items() if len(s)},
+                "verdicts": {name: _counted(here, name) for name in METRICS},
             }
         )
     return rows
+
+
+def _counted(points: list[dict[str, Any]], name: str) -> list[int]:
+    """How many points are within the limit, undecided and beyond it."""
+    found = [point["verdicts"][name] for point in points if point["verdicts"]]
+    return [found.count(verdict) for verdict in VERDICTS]
 
 
 def _print(points: list[dict[str, Any]]) -> None:
@@ -314,6 +336,13 @@ def _print(points: list[dict[str, Any]]) -> None:
     header = ("policy", "load", "cases", "refused", *METRICS)
     print("median and largest error, percent")
     print(table(header, [tuple(shown(row.get(name, "-")) for name in header) for row in rows]))
+    print("within 5 % of the replay, undecided, beyond")
+    counts = [tuple(" ".join(map(str, row["verdicts"][name])) for name in METRICS) for row in rows]
+    print(
+        table(
+            ("policy", "load", *METRICS), [(r["policy"], str(r["load"]), *c) for r, c in zip(rows, counts, strict=True)]
+        )
+    )
     events = [p for p in points if p["events"]]
     for policy in sorted({p["policy"] for p in events}):
         here = [p["events"] for p in events if p["policy"] == policy]

@@ -1,9 +1,11 @@
 """Exported command lines, given to the argument parsers of the engines themselves.
 
     python -m benchmarks.quality.exported [--vllm PYTHON] [--sglang PYTHON] [--lmdeploy PYTHON]
+                                          [--vllm-router PYTHON] [--sglang-router PYTHON]
 
 PYTHON is an interpreter that can import the engine: of an environment where it is installed (vLLM's build for CPUs has
-the same options), or one that finds the unpacked wheel by PYTHONPATH. Plans for every policy and layout are exported;
+the same options), or one that finds the unpacked wheel by PYTHONPATH. Routers are those in front of servers that only
+prefill or only decode. Plans for every policy and layout are exported;
 each command line that the exporter does not refuse is parsed by the engine: what it does not know, or takes to be of
 another type, fails. Printed and recorded are the version, and for each plan whether it was parsed and the values that
 the engine then has. Exit status 1 where one was not. Writes records/exported.json.
@@ -14,13 +16,14 @@ import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from benchmarks.lib.record import write_record
 from exeplan.core.bounds import Bound
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Estimate, Schedule, Stage
+from exeplan.core.schedule import Estimate, Placement, Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.export import load_exporter
 from exeplan.planner.reports.tables import table
@@ -54,6 +57,26 @@ SubCliServe.add_parsers()
 def parser():
     return CLI.parser
 """,
+    "vllm-router": """
+import argparse
+from vllm_router.router_args import RouterArgs
+from vllm_router.version import __version__
+
+def parser():
+    made = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(made, use_router_prefix=False)
+    return made
+""",
+    "sglang-router": """
+import argparse
+from sglang_router.router_args import RouterArgs
+from sglang_router.version import __version__
+
+def parser():
+    made = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(made, use_router_prefix=False)
+    return made
+""",
 }
 """How each engine makes its parser."""
 _PARSE = """
@@ -71,6 +94,7 @@ print(json.dumps([__version__, found]))
 """
 _BEFORE = {"lmdeploy": ("serve", "api_server")}
 """Words of the program that its parser takes too."""
+_ROUTER = "-router"
 _FIGURES = ("throughput", "token_throughput", "ttft", "tpot", "latency", "latency_p50", "latency_p99")
 
 
@@ -79,7 +103,7 @@ def main() -> None:
     for engine in _ENGINES:
         parser.add_argument(f"--{engine}", metavar="PYTHON")
     args = vars(parser.parse_args())
-    rows = [row for engine, python in args.items() if python for row in parsed(engine, python)]
+    rows = [row for name, python in args.items() if python for row in parsed(name.replace("_", "-"), python)]
     shown = ("yes", "NO", "not exported")
     cells = [
         [r["engine"], r["version"], r["plan"], shown[(0 if r["values"] else 1) if not r["refused"] else 2]]
@@ -95,15 +119,24 @@ def _outcome(row: dict[str, Any]) -> str:
 
 
 def parsed(engine: str, python: str) -> Iterator[dict[str, Any]]:
-    """A row for each plan: the values that the engine has, or why the plan is not exported to it."""
-    exporter, refused, lines = load_exporter(engine), dict[str, str](), dict[str, list[str]]()
+    """A row for each plan, and kind of its servers: the values that the engine, or router, has, or why the plan is not
+    exported to it."""
+    exporter, refused, lines = load_exporter(engine.removesuffix(_ROUTER)), dict[str, str](), dict[str, list[str]]()
     for name, plan in plans():
         try:
-            [instance] = exporter.export(plan, load_model_spec(plan.model), model="organisation/name").instances
+            found = exporter.export(plan, load_model_spec(plan.model), model="organisation/name")
         except InputError as error:
             refused[name] = str(error)
-        else:
-            lines[name] = [*_BEFORE.get(engine, ()), *instance.options]
+            continue
+        if engine.endswith(_ROUTER):
+            if found.router:
+                words = found.router.command([("prefill", "http://a:1", 2), ("decode", "http://b:1", None)])
+                lines[name] = [*words[len(found.router.program) :]]
+            continue
+        for instance in found.instances:
+            of = f"{name}, {instance.phase}" if instance.phase else name
+            joined = instance.join.words(hosts="2", rank="1", leader="10.0.0.1") if instance.join else ()
+            lines[of] = [*_BEFORE.get(engine, ()), *instance.options, *joined]
     done = subprocess.run(
         [python, "-c", _ENGINES[engine] + _PARSE],
         input=json.dumps([*lines.values()]),
@@ -116,9 +149,23 @@ def parsed(engine: str, python: str) -> Iterator[dict[str, Any]]:
     print(done.stderr[-2000:] if "error:" in done.stderr else "", end="")
     version, found = json.loads(done.stdout.splitlines()[-1])
     values = dict(zip(lines, found, strict=True))
-    for name, _ in plans():
+    for name in {**values, **refused}:
         row = {"engine": engine, "version": version, "plan": name}
         yield {**row, "values": values.get(name), "refused": refused.get(name)}
+
+
+_APART = Schedule("waa-c", {"decode_batch": 600, "prefill_batch": 12, "micro_batches": 3})
+_ADJUSTED = {"decode_batch": 100, "prefill_batch": 4, "prefill_tokens": 9000, "adjust_percent": 10}
+
+
+def _servers(num_prefill: int, prefill_size: int, num_decode: int, decode_size: int, layers: int = 32) -> Placement:
+    """Servers that only prefill, and after them servers that only decode, of so many GPUs each."""
+    sizes = [("prefill", prefill_size)] * num_prefill + [("decode", decode_size)] * num_decode
+    firsts = accumulate((size for _, size in sizes), initial=0)
+    return tuple(
+        Stage(devices=tuple(range(first, first + size)), layers=(0, layers), phase=phase)
+        for first, (phase, size) in zip(firsts, sizes, strict=False)
+    )
 
 
 def plans() -> Iterator[tuple[str, Plan]]:
@@ -142,6 +189,8 @@ def plans() -> Iterator[tuple[str, Plan]]:
     yield "rra", replace(base, schedule=Schedule("rra", rra))
     halves = (Stage(devices=(0, 1, 2, 3), layers=(0, 41)), Stage(devices=(4, 5, 6, 7), layers=(41, 80)))
     yield "two stages", replace(base, placement=halves)
+    hosts = (Stage(devices=tuple(range(8)), layers=(0, 40)), Stage(devices=tuple(range(8, 16)), layers=(40, 80)))
+    yield "two hosts", replace(base, placement=hosts, replicas=(0, 16))
     yield "two replicas", replace(base, placement=(replace(stage, devices=(0, 1, 2, 3)),), replicas=(0, 4))
     yield "fp8", replace(base, dtype="fp8")
     yield "a cache in fp8", replace(base, kv_dtype="fp8")
@@ -150,6 +199,11 @@ def plans() -> Iterator[tuple[str, Plan]]:
     yield "experts divided", replace(sparse, placement=(replace(stage, layers=layers, expert_parallel_size=8),))
     ranks = replace(stage, layers=layers, data_parallel_size=4, expert_parallel_size=8)
     yield "ranks", replace(sparse, placement=(ranks,))
+    yield "2P3D", replace(base, model="llama-3.1-8b", schedule=_APART, placement=_servers(2, 1, 3, 1))
+    yield (
+        "1P1D on two hosts",
+        replace(base, schedule=Schedule("waa-c", _ADJUSTED), placement=_servers(1, 8, 1, 8, layers=80)),
+    )
     one = Stage(layers=(0, load_model_spec("demo").num_layers))
     yield "a CPU", replace(base, model="demo", placement=(one,), cluster=None, dtype="float32", device="cpu")
 

@@ -4,6 +4,7 @@ The fastest configuration by prediction is picked whose predicted end-to-end tim
 version, prompt and answer length.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,8 @@ RISK = 0.01
 _LEAST, _OWN, _DRAWS = 3, 3, 4
 _NEAR = 0.95
 """Of the best rate: a pick that reaches it is as good as the best."""
-_REACHES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4)
-"""Factors on a spread that are tried."""
+_REACHES = tuple(round(0.2 * 1.1**step, 3) for step in range(22))
+"""Factors on a spread that are tried, each a tenth wider: on a coarser grid margins are wider than the risk asks."""
 Case = tuple[Sequence[Sample], Correction]
 """Runs, and what is known of their deployment."""
 
@@ -65,7 +66,7 @@ def picks(
 ) -> Tally:
     """In each group of three configurations and more; without a risk the corrected prediction keeps the bound."""
     found = Tally()
-    for group in _groups(own):
+    for group in groups(own):
         rows = [s.row for s in group]
         predicted = np.array([linear_ratios(s, correction)[2] * s.row.e2e for s in group])
         by_passes = np.array(
@@ -76,11 +77,11 @@ def picks(
         for bound in bounds(rows):
             margin = correction_law(correction, "latency", bound).margin(risk) if risk else 0.0
             fits = (by_passes * (1 + margin) if risk else predicted) <= bound
-            found += _picked(fits, hoped, measured <= bound, rates)
+            found += picked(fits, hoped, measured <= bound, rates)
     return found
 
 
-def _picked(fits: Any, hoped: Any, holds: Any, rates: Any) -> Tally:
+def picked(fits: Any, hoped: Any, holds: Any, rates: Any) -> Tally:
     """One case: the most hoped for of what fits, and whether it holds."""
     if not fits.any():
         return Tally(1, 0, 1)
@@ -88,11 +89,12 @@ def _picked(fits: Any, hoped: Any, holds: Any, rates: Any) -> Tally:
     return Tally(1, 0, 0, [float(rates[pick] / rates[holds].max())]) if holds[pick] else Tally(1, 1, 0)
 
 
-def _groups(own: Sequence[Sample]) -> Iterator[list[Sample]]:
-    groups: dict[tuple[object, ...], list[Sample]] = defaultdict(list)
+def groups(own: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Of one version, prompt and answer length, with three configurations and more."""
+    alike: dict[tuple[object, ...], list[Sample]] = defaultdict(list)
     for one in own:
-        groups[one.row.version, one.row.input_tokens, one.row.output_tokens].append(one)
-    yield from (group for group in groups.values() if len(group) >= _LEAST)
+        alike[one.row.version, one.row.input_tokens, one.row.output_tokens].append(one)
+    yield from (group for group in alike.values() if len(group) >= _LEAST)
 
 
 def with_reach(law: CalibrationLaw, samples: Sequence[Sample]) -> CalibrationLaw:
@@ -113,7 +115,8 @@ def with_reach(law: CalibrationLaw, samples: Sequence[Sample]) -> CalibrationLaw
             found = with_own(rest, [own[i] for i in picked])
             drawn.append(([s for i, s in enumerate(own) if i not in picked], found))
         cases += [drawn] if drawn else []
-    return replace(law, reach=next((reach for reach in _REACHES if _broken(cases, reach) <= RISK), _REACHES[-1]))
+    enough = bisect_left(_REACHES, True, key=lambda reach: _broken(cases, reach) <= RISK)
+    return replace(law, reach=_REACHES[min(enough, len(_REACHES) - 1)])
 
 
 def _broken(cases: Sequence[Sequence[Case]], reach: float) -> float:

@@ -52,7 +52,6 @@ class Row(ServingRun):
     system: str
     device: str = ""
     data_parallel_size: int = 1
-    expert_parallel_size: int = 1
 
     @property
     def sharding(self) -> Sharding:

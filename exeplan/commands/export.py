@@ -1,4 +1,4 @@
-"""write a plan as another serving engine's command line, compose file, Kubernetes objects or Ray Serve config
+"""write a plan as another serving engine's command line, compose file, Kubernetes objects, Ray Serve or Dynamo config
 
 With --to exeplan: as Kubernetes objects, or a RayJob of KubeRay, that serve the plan by exeplan itself.
 What the engine does otherwise than the plan says is on standard error, and in comments of what is written. Where a
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from exeplan.export import engine_model, installed_remark, load_exporter
-    from exeplan.export.forms import FORMS
+    from exeplan.export.forms import FORMS, form_remarks
     from exeplan.files import write_text
     from exeplan.planner.load_problem import plan_sizes, read_plan
     from exeplan.progress import note
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     exported = _with_plug_in(args, plan, spec, model) if args.plug_in else exporter.export(plan, spec, model=model)
     if args.replicas is not None:
         exported = _with_replicas(exported, args.replicas)
-    note([*exported.remarks, *installed_remark(exported), *_costs(plan, exported)])
+    note([*exported.remarks, *form_remarks(exported, args.form), *installed_remark(exported), *_costs(plan, exported)])
     text = FORMS[args.form](exported)
     if args.output is None:
         print(text, end="")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from exeplan.core.model import ModelSpec
+    from exeplan.core.plan import Plan
     from exeplan.core.profile import Profile
     from exeplan.planner.choice.pipelines import Optimum
     from exeplan.planner.reports.explain import Explanation
@@ -155,7 +156,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from exeplan import api
     from exeplan.core.schedule import needs_other_engine
-    from exeplan.export import exporter_names
     from exeplan.figures import check_picture
     from exeplan.garbage import collected_seldom
     from exeplan.planner.reports.explain_text import explanation_lines
@@ -197,9 +197,8 @@ def run(args: argparse.Namespace) -> int:
         elif any(needs_other_engine(group.placement) for group in optimum.plan.groups):
             where = "; other engines run this placement, `exeplan serve` does not"
         where = where or f"; run it with `exeplan serve {args.output}`"
-        engine = solution.problem.profile.engine
-        if engine in exporter_names():
-            where += f"; for {engine}: `exeplan export {args.output} --to {engine}`"
+        profile = solution.problem.profile
+        where += _exported_by(optimum.plan, profile.model, profile.engine, args.output)
         print(f"\nplan written to {args.output}{where}")
     return 0
 
@@ -220,6 +219,17 @@ def _kept_to(policy: str, profile: "Profile") -> list[str]:
     names = engine_policies(profile) if policy == "auto" else ()
     engine = profile.engine
     return [f"searched what {engine} schedules by: {', '.join(names)}; --policy NAME takes another"] if names else []
+
+
+def _exported_by(plan: "Plan", model: "ModelSpec", engine: str, file: Path) -> str:
+    """How the engine of a profile is started with the plan, or why it is not."""
+    from exeplan.export import exporter_names, refused
+
+    if engine not in exporter_names():
+        return ""
+    if why := refused(plan, model, engine):
+        return f"; not for {engine}: {why}"
+    return f"; for {engine}: `exeplan export {file} --to {engine}`"
 
 
 def _unplaced(model: "ModelSpec", plan: Path) -> list[str]:

@@ -29,7 +29,7 @@ Not here: where the window is, and what belongs to an Estimate (`metrics.py`).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,8 @@ _MOST_ALIKE = 0.7
 """Autocorrelation of neighbouring blocks; more cannot be told from a trend."""
 _LEAST_FREEDOM = 2.0
 _ROUNDING = 1e-9
+_OF_A_PART = 500_000
+"""Stretches of a part of a long run."""
 _AT_ONCE = 4096
 """Stretches whose numbers are Python's at a time: these take ten times the memory of an array's."""
 
@@ -175,16 +177,15 @@ def length_latency(
     some = longest(times.counts, counted, length)
     ttft, known = (firsts - begins)[some], firsts[some]
     influences = window.sums(known, (ttft - ttft.mean()) / len(ttft))
-    gaps = Gaps.within(times, window, length)
-    seconds, gap_influences, num_pooled = gaps.total(window)
+    number, (seconds, gap_influences, num_pooled) = _all_gaps(times, window, length)
     value = float(ttft.mean() + seconds)
     lives = (window.closes - window.opens) / value if value > 0 else math.inf
     return LengthLatency(
         figure=figure(
             value,
             influences + gap_influences,
-            num_observations=gaps.number or len(ttft),
-            of="gaps" if gaps.number else "requests",
+            num_observations=number or len(ttft),
+            of="gaps" if number else "requests",
             most_freedom=2 * lives,  # The residents of a window are others after a life of the longest.
         ),
         num_ended=int(np.count_nonzero((begins >= window.opens) & (then <= window.closes))),
@@ -294,13 +295,41 @@ class Gaps:
     def total(self, window: Window) -> tuple[float, Floats, int]:
         """The sum of the mean gaps of all numbers, what each block of the window adds to its error, and how many
         numbers have no gap of their own."""
-        if not self.number:
-            return 0.0, np.zeros(window.num_blocks), len(self.counts) - 1
-        weights, centres = _pooled(self.counts, self.sums)
-        influences = window.sums(self.ends, weights[self.numbers] * (self.seconds - centres[self.numbers]))
+        return _total([self], self.counts, self.sums, window)
+
+    def influences(self, weights: Floats, centres: Floats, window: Window) -> Floats:
+        """[blocks] What each adds to the error of the total, by what a second of a gap of each number adds, and the
+        mean of its group."""
+        found = window.sums(self.ends, weights[self.numbers] * (self.seconds - centres[self.numbers]))
         for part in self.shared:
-            influences += window.sums(part.ends, part.deviations(weights, weights * centres))
-        return float(centres.sum()), influences, int(np.count_nonzero(self.counts[1:] == 0))
+            found += window.sums(part.ends, part.deviations(weights, weights * centres))
+        return found
+
+
+def _all_gaps(times: TokenTimes, window: Window, length: int) -> tuple[int, tuple[float, Floats, int]]:
+    """The number of gaps, and as `Gaps.total`. Of a long run part by part, twice: what is known of a stretch in between
+    takes several times its own memory."""
+    if len(times.owners) <= _OF_A_PART:
+        gaps = Gaps.within(times, window, length)
+        return gaps.number, gaps.total(window)
+    counts, sums = np.zeros(length, dtype=np.int64), np.zeros(length)
+    for part in times.parts(_OF_A_PART):
+        gaps = Gaps.within(part, window, length)
+        counts += gaps.counts
+        sums += gaps.sums
+    parts = (Gaps.within(part, window, length) for part in times.parts(_OF_A_PART))
+    return int(counts.sum()), _total(parts, counts, sums, window)
+
+
+def _total(parts: Iterable[Gaps], counts: Ints, sums: Floats, window: Window) -> tuple[float, Floats, int]:
+    """As `Gaps.total`, of parts that have so many gaps and seconds together."""
+    influences = np.zeros(window.num_blocks)
+    if not counts.any():
+        return 0.0, influences, len(counts) - 1
+    weights, centres = _pooled(counts, sums)
+    for gaps in parts:
+        influences += gaps.influences(weights, centres, window)
+    return float(centres.sum()), influences, int(np.count_nonzero(counts[1:] == 0))
 
 
 def total_of_blocks(counts: Ints, sums: Floats) -> tuple[float, Floats, int]:

@@ -148,9 +148,35 @@ def num_devices(placement: Placement) -> int:
     return sum(stage.num_devices for stage in placement)
 
 
+def servers(placement: Placement, phase: str) -> tuple[tuple[int, ...], ...]:
+    """The numbers of the stages of a phase, those together that hold all layers once.
+
+    There are several where equal servers share the prefills, or the decodes: each takes passes of its own.
+    """
+    found: list[list[int]] = []
+    layers = 0
+    for number, stage in enumerate(placement):
+        if stage.phase != phase:
+            continue
+        if not found or (stage.layers[0] == 0 and layers):
+            found.append([])
+        found[-1].append(number)
+        layers = stage.layers[1]
+    return tuple(map(tuple, found))
+
+
+def num_servers(placement: Placement) -> tuple[int, int] | None:
+    """Servers that only prefill, and that only decode (x and y of xPyD); None where every stage does both."""
+    counts = len(servers(placement, "prefill")), len(servers(placement, "decode"))
+    return counts if all(counts) else None
+
+
 def needs_other_engine(placement: Placement) -> bool:
-    """Whether ranks attend for requests of their own, or parts of whole experts are themselves cut by width: the engine
-    here runs tensor parallelism, with the experts of a stage cut likewise or divided among all of its devices."""
+    """Whether ranks attend for requests of their own, parts of whole experts are themselves cut by width, or several
+    servers prefill or decode: the engine here runs tensor parallelism, with the experts of a stage cut likewise or
+    divided among all of its devices, and one pipeline for each phase."""
+    if (num_servers(placement) or (1, 1)) != (1, 1):
+        return True
     return any(
         stage.data_parallel_size > 1 or stage.expert_parallel_size not in (1, stage.tensor_parallel_size)
         for stage in placement

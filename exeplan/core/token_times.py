@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -55,6 +56,22 @@ class TokenTimes:
             ends=ends,
             num_requests=len(times),
         )
+
+    def parts(self, stretches: int) -> Iterator["TokenTimes"]:
+        """The same of some of the requests at a time, in order, that have about so many stretches."""
+        number = max(-(-len(self.owners) // stretches), 1)
+        edges = np.linspace(0, self.num_requests, number + 1).astype(np.int64).tolist()
+        for first, end in pairwise(edges):
+            here = np.flatnonzero((self.owners >= first) & (self.owners < end)) if number > 1 else slice(None)
+            yield TokenTimes(
+                leads=None if self.leads is None else self.leads[first:end],
+                tracks=self.tracks,
+                owners=self.owners[here] - first,
+                numbers=self.numbers[here],
+                begins=self.begins[here],
+                ends=self.ends[here],
+                num_requests=end - first,
+            )
 
     @cached_property
     def counts(self) -> Ints:

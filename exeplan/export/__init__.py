@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, cast
 from exeplan.errors import InputError
 
 if TYPE_CHECKING:
+    from exeplan.core.model import ModelSpec
+    from exeplan.core.plan import Plan
     from exeplan.export.interface import Export, Exporter
 
-FORM_NAMES = ("command", "compose", "kubernetes", "ray-serve", "kuberay")
+FORM_NAMES = ("command", "compose", "kubernetes", "ray-serve", "kuberay", "dynamo")
 """Of `forms.FORMS`, which loads more than a help text needs."""
 
-_OTHERS = ("forms", "interface", "kuberay", "shape")
+_OTHERS = ("dynamo", "forms", "interface", "kuberay", "shape")
 
 
 def exporter_names() -> tuple[str, ...]:
@@ -29,6 +31,16 @@ def load_exporter(name: str) -> "Exporter":
     if name not in exporter_names():
         raise InputError(f"no exporter '{name}'; there are {', '.join(exporter_names())}")
     return cast("Exporter", import_module(f"{__name__}.{name}"))
+
+
+def refused(plan: "Plan", spec: "ModelSpec", engine: str) -> str:
+    """Why an exporter does not take a plan, by the exporter itself; '' where it does. What the engine loads, and the
+    form, may still be refused."""
+    try:
+        load_exporter(engine).export(plan, spec, model=plan.model)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def engine_model(model: str) -> str:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from exeplan import plain_yaml
 from exeplan.errors import InputError
-from exeplan.export.interface import PLAN_PATH, Export, Instance
+from exeplan.export.dynamo import as_graph, graph_remarks
+from exeplan.export.interface import PLAN_PATH, Export, Instance, Join
 from exeplan.export.kuberay import as_ray_job
 
 _RAY = "2.60"
@@ -21,6 +22,8 @@ _SHARED_MEMORY = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "siz
 _MEMORY_MOUNT = {"name": "shared-memory", "mountPath": "/dev/shm"}
 _PLAN_VOLUME = {"name": "plan", "configMap": {"name": "exeplan-plan"}}
 _PLAN_MOUNT = {"name": "plan", "mountPath": str(PurePosixPath(PLAN_PATH).parent)}
+_LEADERS = "leaderworkerset.sigs.k8s.io/name"
+_OF_LEADERS = ("ports", "readinessProbe", "startupProbe")
 _SECRET = {"secretKeyRef": {"name": "exeplan", "key": "api-key", "optional": True}}
 
 
@@ -28,13 +31,20 @@ def as_command(export: Export) -> str:
     """A shell script for each host; several servers of a host run in the background, on ports in sequence."""
     _check_takes_no_file(export)
     lines, placed = [f"# {line}" for line in _head(export)], list(_placed(export))
-    for host in sorted({server.host for server in placed}):
-        own = [server for server in placed if server.host == host]
+    hosts = sorted({host for server in placed for host in server.hosts})
+    for host in hosts:
+        own = [server for server in placed if host in server.hosts]
         lines += [f"# on host {host}"] if export.num_hosts > 1 else []
-        for server in own:
-            words = [*_assignments(server), *(shlex.quote(word) for word in _on_port(export, server))]
-            lines.append(" \\\n    ".join(_lines(words)) + (" &" if len(own) > 1 else ""))
-        lines += ["wait"] if len(own) > 1 else []
+        commands = [
+            [*_assignments(export, server), *_quoted((*_on_port(export, server), *_joined(export, server, host)))]
+            for server in own
+        ]
+        if export.router and host == hosts[0]:
+            workers = [_worker(export, s, f"http://{_address(export, s)}:{s.port}") for s in placed]
+            commands.append(_quoted(export.router.command(workers)))
+        several = len(commands) > 1
+        lines += [" \\\n    ".join(_lines(words)) + (" &" if several else "") for words in commands]
+        lines += ["wait"] if several else []
     return "\n".join([*lines, ""])
 
 
@@ -49,9 +59,40 @@ def _lines(words: list[str]) -> Iterator[str]:
     yield " ".join(line)
 
 
-def _assignments(server: "_Server") -> list[str]:
-    shown = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, server.gpus))} if server.gpus else {}
-    return [f"{name}={shlex.quote(value)}" for name, value in {**shown, **server.instance.environment}.items()]
+def _quoted(words: Sequence[str]) -> list[str]:
+    return [shlex.quote(word) for word in words]
+
+
+def _assignments(export: Export, server: "_Server") -> list[str]:
+    values = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, server.gpus))} if server.gpus else {}
+    values |= _environment(server)
+    if server.instance.address_variable and export.num_hosts > 1:
+        values[server.instance.address_variable] = _address(export, server)
+    return [f"{name}={shlex.quote(value)}" for name, value in values.items()]
+
+
+def _environment(server: "_Server") -> dict[str, str]:
+    """With the ports that are this server's own."""
+    ports = {name: f"{port}" for name, port in server.own_ports.items() if not name.startswith("--")}
+    return {**server.instance.environment, **ports}
+
+
+def _joined(export: Export, server: "_Server", host: int) -> tuple[str, ...]:
+    """What a process of a server on several hosts is told of the others."""
+    if (join := server.instance.join) is None:
+        return ()
+    leader = _address(export, server)
+    return join.words(hosts=f"{len(server.hosts)}", rank=f"{server.hosts.index(host)}", leader=leader)
+
+
+def _address(export: Export, server: "_Server") -> str:
+    return "127.0.0.1" if export.num_hosts == 1 else f"host-{server.host}"
+
+
+def _worker(export: Export, server: "_Server", url: str) -> tuple[str, str, int | None]:
+    """A server as its router is told of it."""
+    assert export.router
+    return server.instance.phase, url, server.own_ports.get(export.router.bootstrap)
 
 
 def as_compose(export: Export) -> str:
@@ -59,7 +100,16 @@ def as_compose(export: Export) -> str:
     _check_takes_no_file(export)
     if export.num_hosts > 1:
         raise InputError(f"a compose file is of one host, and the plan has {export.num_hosts}; use --as kubernetes")
-    services = {server.name: _compose_service(export, server) for server in _placed(export)}
+    services = {server.name: _compose_service(export, server) for server in _apart(export)}
+    if router := export.router:
+        workers = [_worker(export, s, f"http://{s.name}:{export.port}") for s in _apart(export)]
+        services["router"] = {
+            "image": router.image,
+            "entrypoint": list(router.program),
+            "command": list(router.command(workers)[len(router.program) :]),
+            "ports": [f"127.0.0.1:{router.port}:{router.port}"],
+            "depends_on": list(services),
+        }
     return _commented(export) + plain_yaml.dump({"services": services})
 
 
@@ -73,8 +123,13 @@ def _compose_service(export: Export, server: "_Server") -> dict[str, Any]:
         "ipc": "host",
         "volumes": ["~/.cache/huggingface:/root/.cache/huggingface"],
     }
-    if instance.environment:
-        service["environment"] = dict(instance.environment)
+    if export.router:  # It alone is reached from outside.
+        del service["ports"]
+    environment = _environment(server)
+    if instance.address_variable:
+        environment[instance.address_variable] = server.name
+    if environment:
+        service["environment"] = environment
     if server.gpus:
         devices = {"driver": "nvidia", "device_ids": [str(number) for number in server.gpus], "capabilities": ["gpu"]}
         service["deploy"] = {"resources": {"reservations": {"devices": [devices]}}}
@@ -87,9 +142,8 @@ def as_kubernetes(export: Export) -> str:
 
     Raises InputError for a server of exeplan on several hosts, and for several kinds of them.
     """
-    objects = [
-        one for instance in export.instances for one in (_deployment(export, instance), _service(export, instance))
-    ]
+    objects = [one for instance in export.instances for one in _served(export, instance)]
+    objects += _router(export)
     if export.plan_text is not None and (len(export.instances) > 1 or export.instances[0].num_hosts > 1):
         raise InputError("the plan's replicas differ, or are on several hosts each; use --as kuberay")
     texts = [_config_map(export)] if export.plan_text is not None else []
@@ -112,6 +166,20 @@ def as_kuberay(export: Export) -> str:
         workers=({"volumes": [_SHARED_MEMORY]}, workers),
     )
     return _commented(export) + "---\n".join([_config_map(export), plain_yaml.dump(job)])
+
+
+def form_remarks(export: Export, form: str) -> list[str]:
+    """What a form has to be said of, beside the remarks of the export."""
+    if form == "dynamo":
+        return list(graph_remarks(export))
+    return [export.router.remark] if export.router and export.router.remark else []
+
+
+def as_dynamo(export: Export) -> str:
+    """A DynamoGraphDeployment of the engine's workers."""
+    graph = as_graph(export)
+    comments = "".join(f"# {line}\n" for line in (*export.remarks, *form_remarks(export, "dynamo")))
+    return comments + plain_yaml.dump(graph)
 
 
 def _check_takes_no_file(export: Export) -> None:
@@ -154,6 +222,96 @@ def _scaled_object(export: Export) -> dict[str, Any]:
     }
 
 
+def _served(export: Export, instance: Instance) -> Iterator[dict[str, Any]]:
+    """What runs the servers of an instance, and what has their name. Servers of one phase have a name each, by which
+    the router knows them, and others are found by those that they hand over to."""
+    deployment, service = _deployment(export, instance), _service(export, instance)
+    if instance.join:
+        yield _leader_worker_set(instance, instance.join, deployment)
+        if not instance.phase:  # Its controller makes one without an address, with the set's own name.
+            service["metadata"]["name"] = f"{instance.name}-leader"
+            service["spec"]["selector"] = {_LEADERS: instance.name, "role": "leader"}
+            yield service
+        return
+    if instance.phase:
+        deployment["kind"] = "StatefulSet"
+        deployment["spec"] |= {"serviceName": instance.name, "podManagementPolicy": "Parallel"}
+        # A pod has its name while it starts: the router waits for it.
+        service["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}
+    yield deployment
+    yield service
+
+
+def _leader_worker_set(instance: Instance, join: Join, deployment: Mapping[str, Any]) -> dict[str, Any]:
+    """A pod for each host of a server, of which the first is asked.
+
+    Source: kubernetes-sigs/lws v0.9.0, its CRD and `docs/examples`.
+    """
+    pod = deployment["spec"]["template"]["spec"]
+
+    def template(rank: str) -> dict[str, Any]:
+        [container] = pod["containers"]
+        words = join.words(hosts="$(LWS_GROUP_SIZE)", rank=rank, leader="$(LWS_LEADER_ADDRESS)")
+        found = {**container, "args": [*container["args"], *words]}
+        if rank != "0":  # It listens for no requests.
+            found = {name: value for name, value in found.items() if name not in _OF_LEADERS}
+        return {
+            "metadata": {"labels": {"role": "leader" if rank == "0" else "worker"}},
+            "spec": {**pod, "containers": [found]},
+        }
+
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": {"name": instance.name},
+        "spec": {
+            "replicas": instance.count,
+            "leaderWorkerTemplate": {
+                "size": instance.num_hosts,
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": template("0"),
+                "workerTemplate": template("$(LWS_WORKER_INDEX)"),
+            },
+        },
+    }
+
+
+def _router(export: Export) -> Iterator[dict[str, Any]]:
+    """One pod, if servers need a router."""
+    if (router := export.router) is None:
+        return
+    workers = [
+        _worker(export, s, f"http://{s.instance.name}-{s.number}.{s.instance.name}:{export.port}")
+        for s in _apart(export)
+    ]
+    words, labels = router.command(workers), {"app": "router"}
+    probe = {"httpGet": {"path": router.health_path, "port": router.port}}
+    container = {
+        "name": "router",
+        "image": router.image,
+        "command": list(router.program),
+        "args": list(words[len(router.program) :]),
+        "ports": [{"containerPort": router.port}],
+        "readinessProbe": {**probe, "periodSeconds": 5},
+    }
+    yield {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "router", "labels": labels},
+        "spec": {
+            "replicas": 1,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": {"containers": [container]}},
+        },
+    }
+    yield {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "router"},
+        "spec": {"selector": labels, "ports": [{"name": "http", "port": router.port, "targetPort": router.port}]},
+    }
+
+
 def _deployment(export: Export, instance: Instance) -> dict[str, Any]:
     labels = {"app": instance.name}
     probe = {"httpGet": {"path": export.health_path, "port": export.port}}
@@ -170,6 +328,9 @@ def _deployment(export: Export, instance: Instance) -> dict[str, Any]:
     }
     template: dict[str, Any] = {"labels": labels}
     spec: dict[str, Any] = {"containers": [container], "volumes": [_SHARED_MEMORY]}
+    if instance.address_variable:
+        address = {"fieldRef": {"fieldPath": "status.podIP"}}
+        container["env"].append({"name": instance.address_variable, "valueFrom": address})
     if instance.num_gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": instance.num_gpus}}
     elif instance.num_cpus:  # One more for the server.
@@ -269,30 +430,50 @@ class _Server(NamedTuple):
 
     instance: Instance
     name: str
+    number: int
+    """Among those of its instance."""
     host: int
     gpus: tuple[int, ...]
     port: int
+    own_ports: Mapping[str, int]
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        return tuple(range(self.host, self.host + self.instance.num_hosts))
 
 
 def _placed(export: Export) -> Iterator[_Server]:
     """Every server; those of a host have ports in sequence."""
-    ports: dict[int, int] = {}
+    ports: dict[tuple[int, str], int] = {}
+
+    def taken(host: int, name: str, first: int) -> int:
+        ports[host, name] = ports.get((host, name), first - 1) + 1
+        return ports[host, name]
+
     for instance in export.instances:
         for number, (host, gpus) in enumerate(zip(instance.hosts, instance.gpus, strict=True)):
             name = instance.name if instance.count == 1 else f"{instance.name}-replica-{number}"
-            port = ports.setdefault(host, export.port)
-            ports[host] += 1
-            yield _Server(instance, name, host, gpus, port)
+            own_ports = {other: taken(host, other, first) for other, first in instance.own_ports.items()}
+            port = taken(host, export.port_option, export.port)
+            yield _Server(instance, name, number, host, gpus, port, own_ports)
+
+
+def _apart(export: Export) -> Iterator[_Server]:
+    """Every server, with the first of all ports, as in a container of its own."""
+    return (server._replace(own_ports=server.instance.own_ports) for server in _placed(export))
 
 
 def _on_port(export: Export, server: _Server) -> tuple[str, ...]:
-    words = server.instance.command
-    at = words.index(export.port_option) + 1
-    return (*words[:at], f"{server.port}", *words[at + 1 :])
+    words = list(server.instance.command)
+    for option, port in {export.port_option: server.port, **server.own_ports}.items():
+        if option in words:
+            words[words.index(option) + 1] = f"{port}"
+    return tuple(words)
 
 
 def _head(export: Export) -> list[str]:
-    return [f"{export.engine} {' to '.join(dict.fromkeys(export.versions))}", *export.remarks]
+    versions = " to ".join(dict.fromkeys(export.versions))
+    return [f"{export.engine} {versions}", *export.remarks, *form_remarks(export, "")]
 
 
 def _commented(export: Export) -> str:
@@ -305,5 +486,6 @@ FORMS: Mapping[str, Callable[[Export], str]] = {
     "kubernetes": as_kubernetes,
     "ray-serve": as_ray_serve,
     "kuberay": as_kuberay,
+    "dynamo": as_dynamo,
 }
 """By the name that `--as` takes."""

@@ -10,40 +10,74 @@ Source: `sglang/srt/arg_groups/fields`, `sglang/srt/managers/scheduler.py` and `
     max_num_batched_tokens            rra: --max-prefill-tokens; chunked: --chunked-prefill-size, of prompts alone
     chunked: prompts beside decodes   --enable-mixed-chunk
     stages, their layers              --pp-size, SGLANG_PP_LAYER_PARTITION
+    a pipeline on several hosts       --nnodes, --node-rank, --dist-init-addr
     data_parallel_size                --attn-dp-size, of a tensor-parallel group of all devices
     kv_cache_tokens                   --max-total-tokens
     bound on latency                  --max-queued-requests: who would wait longer is told 503
+    waa-c, waa-m: servers of a phase  --disaggregation-mode, behind sglang-router 0.3.2 (its `router_args.py`), whose
+                                      --max-concurrent-requests has the bound: SGLang's own is ignored there
+    prefill_batch, decode_batch       --prefill-max-requests, --max-running-requests, of each server
 
-Not here: separate stages for prefill and decode; `orca`, as whole prompts are never in one pass with decodes.
+Not here: `orca`, as whole prompts are never in one pass with decodes; phases on stages that hold some layers only.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from exeplan.core.model import FP8, ModelSpec
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Placement, ReplicaGroup, Schedule
-from exeplan.export.interface import Export
+from exeplan.core.schedule import Placement, ReplicaGroup, Schedule, servers
+from exeplan.export.interface import Export, Join, Router
 from exeplan.export.shape import (
+    Side,
+    apart,
+    cache_remark,
     check_shape,
+    check_sides,
     common_remarks,
+    handover_remarks,
     in_flight_limit,
     instances_of,
     layer_partition,
     longest_request,
     most_rows,
     of_each,
+    option_value,
+    pass_tokens,
+    sides_of,
     with_schedules,
 )
 
 _POLICIES = ("rra", "chunked")
+_APART = ("waa-c", "waa-m")
+_PROGRAM = ("python3", "-m", "sglang.launch_server")
+_BOOTSTRAP = "--disaggregation-bootstrap-port"
+_BOOTSTRAP_PORT, _ROUTER_PORT = 8998, 8000
+_PREFILL_TOKENS = 16384
+"""Of a pass, where the plan has no budget: SGLang's own."""
 _PORT = 30000
 _UTILIZATION = 0.9
 _WHOLE = "-1"
 """Of the size of a chunk: prompts are not cut."""
+_JOIN = Join(options=("--nnodes", "{hosts}", "--node-rank", "{rank}", "--dist-init-addr", "{leader}:20000"))
+_HOLDS = "SGLang holds them back only where a decode server has no room"
+_SERVING = ("--disable-radix-cache", "--host", "0.0.0.0", "--port", f"{_PORT}")
+"""By its default SGLang is reached from its own host, or container, alone."""
+_COMMON: dict[str, Any] = {
+    "engine": "SGLang",
+    "versions": ("0.5.23", "0.5.23"),
+    "image": "lmsysorg/sglang:v0.5.23",
+    "package": "sglang",
+    "port": _PORT,
+    "health_path": "/health",
+}
 
 
 def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
     """See `interface.Exporter`."""
+    if apart(plan):
+        return _export_apart(plan, spec, model)
     check_shape(plan, spec, "SGLang", _POLICIES)
 
     def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
@@ -57,23 +91,70 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         environment = {}
         if layers := layer_partition(group.placement, _own_split):
             environment["SGLANG_PP_LAYER_PARTITION"] = layers
-        return ["--model-path", model, *options, "--disable-radix-cache", "--port", f"{_PORT}"], environment
+        return ["--model-path", model, *options, *_SERVING], environment
 
     return Export(
-        engine="SGLang",
-        versions=("0.5.23", "0.5.23"),
-        image="lmsysorg/sglang:v0.5.23",
-        package="sglang",
-        port=_PORT,
-        health_path="/health",
-        instances=instances_of(plan, "sglang", ("python3", "-m", "sglang.launch_server"), words),
+        **_COMMON,
+        instances=instances_of(plan, "sglang", _PROGRAM, words, _JOIN),
         remarks=tuple(dict.fromkeys(_remarks(plan))),
         as_run=with_schedules(plan, _own_schedule),
     )
 
 
+def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
+    """Servers that only prefill or only decode, and the router in front of them."""
+    check_shape(plan, spec, "SGLang", _APART, apart=True)
+    check_sides(plan, spec, "SGLang")
+
+    def words(side: Side) -> tuple[list[str], dict[str, str]]:
+        longest = min(spec.max_context, side.kv_cache_tokens or spec.max_context)
+        options = [*_weights(plan, spec), *_parallel(side.server), "--disaggregation-mode", side.phase]
+        options += ["--disaggregation-transfer-backend", "nixl"]
+        options += ["--context-length", f"{longest}"] if longest < spec.max_context else []
+        options += ["--mem-fraction-static", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
+        if side.phase == "prefill":
+            options += ["--chunked-prefill-size", _WHOLE, "--prefill-max-requests", f"{side.rows}"]
+            options += ["--max-prefill-tokens", f"{pass_tokens(side, longest, _PREFILL_TOKENS)}"]
+            options += [_BOOTSTRAP, f"{_BOOTSTRAP_PORT}"]
+        else:
+            options += ["--max-running-requests", f"{side.rows}"]
+            options += ["--max-total-tokens", f"{side.kv_cache_tokens}"] if side.kv_cache_tokens else []
+        return ["--model-path", model, *options, *_SERVING], {}
+
+    instances = sides_of(plan, "sglang", _PROGRAM, words, _JOIN)
+    limit = in_flight_limit(plan)
+    queue = ["--max-concurrent-requests", f"{limit * plan.num_replicas}", "--queue-size", "0"] if limit else []
+    tokens = max(option_value(one.options, "--max-prefill-tokens") for one in instances if one.phase == "prefill")
+    return Export(
+        **_COMMON,
+        instances=tuple(
+            replace(one, own_ports={_BOOTSTRAP: _BOOTSTRAP_PORT}) if one.phase == "prefill" else one
+            for one in instances
+        ),
+        router=Router(
+            program=("python3", "-m", "sglang_router.launch_router"),
+            options=(
+                "--pd-disaggregation",
+                *("--prefill-policy", "round_robin", "--decode-policy", "power_of_two"),
+                *queue,
+                *("--host", "0.0.0.0", "--port", f"{_ROUTER_PORT}"),
+            ),
+            version="0.3.2",
+            image="lmsysorg/sgl-model-gateway:v0.3.2",
+            package="sglang-router",
+            port=_ROUTER_PORT,
+            health_path="/health",
+            bootstrap=_BOOTSTRAP,
+        ),
+        remarks=(*handover_remarks(plan, "SGLang", tokens, _HOLDS), cache_remark("the radix cache")),
+        as_run=with_schedules(plan, _own_schedule),
+    )
+
+
 def _own_schedule(group: ReplicaGroup) -> Schedule:
-    stages, left_out = len(group.placement), ("max_num_prefills", "micro_batches", "adjust_percent")
+    stages, left_out = len(group.placement), ("max_num_prefills", "micro_batches", "adjust_percent", "prefill_tokens")
+    if group.schedule.policy in _APART:
+        stages = len(servers(group.placement, "decode"))
     kept = {name: value for name, value in group.schedule.variables.items() if name not in left_out}
     return Schedule(group.schedule.policy, {**kept, **({"micro_batches": stages} if stages > 1 else {})})
 

@@ -3,63 +3,225 @@ queue may be, and what none of these engines does."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from exeplan.core.cluster import load_cluster
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Placement, ReplicaGroup, Schedule
+from exeplan.core.schedule import Placement, ReplicaGroup, Schedule, servers
 from exeplan.errors import InputError
-from exeplan.export.interface import Instance
+from exeplan.export.interface import Instance, Join
 
 Words = Callable[[ReplicaGroup], tuple[Sequence[str], Mapping[str, str]]]
 """The options and the environment of a group's servers."""
 
 
-def instances_of(plan: Plan, engine: str, program: tuple[str, ...], words: Words) -> tuple[Instance, ...]:
-    """One for each group of equal replicas. Raises InputError for a pipeline on several hosts."""
+def instances_of(
+    plan: Plan, engine: str, program: tuple[str, ...], words: Words, join: Join | None = None
+) -> tuple[Instance, ...]:
+    """One for each group of equal replicas. Raises InputError for a pipeline on several hosts without a way to `join`
+    them."""
     names = [engine] if len(plan.groups) == 1 else [f"{engine}-{number}" for number in range(len(plan.groups))]
     found = []
     for group, name in zip(plan.groups, names, strict=True):
         options, environment = words(group)
-        hosts, gpus = zip(*(placed_on(plan, placement) for placement in group.placements), strict=True)
-        found.append(
-            Instance(
-                name=name, program=program, options=tuple(options), environment=environment, hosts=hosts, gpus=gpus
-            )
+        instance = Instance(
+            name=name, program=program, options=tuple(options), environment=environment, hosts=(), gpus=()
         )
+        found.append(_where(plan, instance, engine, group.placements, join))
     return tuple(found)
 
 
-def placed_on(plan: Plan, placement: Placement) -> tuple[int, tuple[int, ...]]:
-    """The host and the GPUs of one replica; no GPUs on a CPU.
+def _where(plan: Plan, instance: Instance, engine: str, placements: Sequence[Placement], join: Join | None) -> Instance:
+    """The instance with servers on these placements."""
+    placed = [placed_on(plan, one, engine=engine, joins=join is not None) for one in placements]
+    num_hosts = placed[0].num_hosts
+    return replace(
+        instance,
+        hosts=tuple(one.host for one in placed),
+        gpus=tuple(one.gpus for one in placed),
+        num_hosts=num_hosts,
+        join=join if num_hosts > 1 else None,
+    )
 
-    Raises InputError for a pipeline that is on several hosts, whose parts would have to find each other.
+
+def apart(plan: Plan) -> bool:
+    """Whether servers only prefill or only decode."""
+    return any(stage.phase for group in plan.groups for stage in group.placement)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """The equal servers of a group that only prefill, or only decode."""
+
+    phase: str
+    server: Placement
+    """The first of them."""
+    schedule: Schedule
+    count: int
+    """In each replica of the group."""
+    kv_cache_tokens: int | None
+    """Of each server that decodes, which the requests of all have to fit."""
+
+    @property
+    def rows(self) -> int:
+        """Requests that one server decodes at once, or that it prefills in a pass."""
+        if self.phase == "prefill":
+            return self.schedule["prefill_batch"]
+        return math.ceil(self.schedule["decode_batch"] / self.count)
+
+
+SideWords = Callable[[Side], tuple[Sequence[str], Mapping[str, str]]]
+"""The options and the environment of its servers."""
+
+
+def sides_of(plan: Plan, engine: str, program: tuple[str, ...], words: SideWords, join: Join) -> tuple[Instance, ...]:
+    """Two for each group of equal replicas: its servers that prefill, and those that decode."""
+    found = []
+    for number, group in enumerate(plan.groups):
+        for phase in ("prefill", "decode"):
+            name = f"{engine}-{phase}" if len(plan.groups) == 1 else f"{engine}-{number}-{phase}"
+            instance, placements = _side(group, phase, name, program, words)
+            found.append(_where(plan, instance, engine, placements, join))
+    return tuple(found)
+
+
+def _side(
+    group: ReplicaGroup, phase: str, name: str, program: tuple[str, ...], words: SideWords
+) -> tuple[Instance, list[Placement]]:
+    numbers = servers(group.placement, phase)
+    side = Side(
+        phase=phase,
+        server=tuple(group.placement[number] for number in numbers[0]),
+        schedule=group.schedule,
+        count=len(numbers),
+        kv_cache_tokens=group.kv_cache_tokens
+        and math.ceil(group.kv_cache_tokens / len(servers(group.placement, "decode"))),
+    )
+    options, environment = words(side)
+    own = [tuple(placement[i] for i in stages) for placement in group.placements for stages in numbers]
+    instance = Instance(
+        name=name,
+        program=program,
+        options=tuple(options),
+        environment=environment,
+        hosts=(),
+        gpus=(),
+        phase=phase,
+    )
+    return instance, own
+
+
+def check_sides(plan: Plan, spec: ModelSpec, engine: str) -> None:
+    """Raises InputError for what the engine's servers of one phase cannot be."""
+    if plan.device == "cpu":
+        raise InputError(f"{engine} hands keys and values over between GPUs, the plan is for a CPU")
+    if not all(any(stage.phase for stage in group.placement) for group in plan.groups):
+        raise InputError(
+            "some of the plan's replicas have servers for each phase and others do not; plan with --arrival-rate or "
+            "--one-pipeline, whose replicas are equal, or with one --policy"
+        )
+    for group in plan.groups:
+        for phase in ("prefill", "decode"):
+            numbers = servers(group.placement, phase)
+            if max(map(len, numbers)) > 1:
+                raise InputError(
+                    f"the plan has {len(numbers[0])} stages in a row that {phase}; exported are servers with all "
+                    f"layers on each: plan with times of {engine}, by --engine"
+                )
+            sharding = group.placement[numbers[0][0]].sharding
+            if sharding.data_parallel_size > 1:
+                raise InputError(f"attention data parallelism is not exported to servers of {engine} that {phase} yet")
+        sizes = [group.placement[servers(group.placement, phase)[0][0]].num_devices for phase in ("prefill", "decode")]
+        if max(sizes) % min(sizes):
+            raise InputError(
+                f"{engine} hands keys and values over between tensor-parallel sizes of which one divides the other, "
+                f"and the plan has {sizes[0]} and {sizes[1]}"
+            )
+
+
+def pass_tokens(side: Side, longest: int, usual: int) -> int:
+    """Tokens of a prefill server's pass: the plan's budget, or what an engine has by default, for the prompts of a
+    batch."""
+    return max(1, min(side.rows * longest, side.schedule.variables.get("prefill_tokens", usual)))
+
+
+def option_value(words: Sequence[str], option: str) -> int:
+    return int(words[words.index(option) + 1])
+
+
+def handover_remarks(plan: Plan, engine: str, tokens: int, holds: str) -> Iterator[str]:
+    """What servers of each phase do otherwise than the plan; `tokens` are the most of a prefill pass, and `holds` says
+    whether the engine holds prefills back."""
+    yield (
+        "keys and values are handed over by NIXL; the plan counts on the links of its cluster, so hosts need RDMA "
+        "devices that the servers may use: over TCP first tokens come later"
+    )
+    if plan.cluster and not placed_together(plan):
+        yield "host-N stands for the address of the plan's host N"
+    yield f"the plan holds prefills back while prefilled requests wait for a place; {holds}"
+    yield f"a prefill pass of {engine} has at most {tokens} tokens"
+    for group in plan.groups:
+        if "adjust_percent" in group.schedule.variables:
+            yield f"the plan adjusts the number of prefills to their work; {engine}'s is only limited"
+        if group.schedule.order != "fcfs":
+            yield f"the plan's queue is in the order {group.schedule.order}; {engine}'s is first come, first served"
+
+
+def placed_together(plan: Plan) -> bool:
+    """Whether all GPUs of a plan are on one host."""
+    each = load_cluster(plan.cluster).gpus_per_node if plan.cluster else math.inf
+    devices = {d for group in plan.groups for one in group.placements for stage in one for d in stage.devices}
+    return len({device // each for device in devices}) == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where one server is."""
+
+    host: int
+    """The first of its hosts, which are in a row."""
+    num_hosts: int
+    gpus: tuple[int, ...]
+    """On each of them, by its own numbers; none on a CPU."""
+
+
+def placed_on(plan: Plan, placement: Placement, *, engine: str, joins: bool) -> Placed:
+    """Where a replica is.
+
+    Raises InputError for one on several hosts where no server of the engine `joins` others, or where the hosts have
+    unequal parts of it.
     """
     if plan.device == "cpu":
-        return 0, ()
-    devices = sorted(device for stage in placement for device in stage.devices)
-    each = load_cluster(plan.cluster).gpus_per_node if plan.cluster else devices[-1] + 1
-    hosts = {device // each for device in devices}
-    if len(hosts) > 1:
+        return Placed(host=0, num_hosts=1, gpus=())
+    devices = [device for stage in placement for device in stage.devices]
+    each = load_cluster(plan.cluster).gpus_per_node if plan.cluster else max(devices) + 1
+    hosts = sorted({device // each for device in devices})
+    if len(hosts) > 1 and not joins:
         raise InputError(
-            f"the plan's pipeline is on {len(hosts)} hosts; exported are servers within one: plan with as many GPUs as "
-            f"a host has ({each}), which are replicas on more hosts"
+            f"the plan's pipeline is on {len(hosts)} hosts; exported to {engine} are servers within one: plan with as "
+            f"many GPUs as a host has ({each}), which are replicas on more hosts"
         )
-    return hosts.pop(), tuple(device % each for device in devices)
+    own = {host: tuple(sorted(device % each for device in devices if device // each == host)) for host in hosts}
+    if len(hosts) > 1 and (devices != sorted(devices) or len(set(own.values())) > 1):
+        raise InputError(
+            f"the plan's pipeline has unequal parts on its {len(hosts)} hosts; {engine} counts GPUs host by host, so "
+            "that each must have as many, in the order of the stages"
+        )
+    return Placed(host=hosts[0], num_hosts=len(hosts), gpus=own[hosts[0]])
 
 
-def check_shape(plan: Plan, spec: ModelSpec, engine: str, policies: Sequence[str]) -> None:
-    """Raises InputError for what the engine cannot run at all."""
+def check_shape(plan: Plan, spec: ModelSpec, engine: str, policies: Sequence[str], *, apart: bool = False) -> None:
+    """Raises InputError for what the engine cannot run at all; `apart`: servers of one phase may be there."""
     if spec.is_encoder_decoder:
         raise InputError(f"{engine} does not serve encoder-decoder models such as {spec.name}")
     again = f"plan again with --policy {' or '.join(policies)}"
     for group in plan.groups:
-        if any(stage.phase for stage in group.placement):
+        if not apart and any(stage.phase for stage in group.placement):
             raise InputError(f"the plan has stages that only prefill, which are not exported to {engine} yet; {again}")
         if group.schedule.policy not in policies:
             raise InputError(f"{engine} cannot schedule as '{group.schedule.policy}' does; {again}")
-        if len({stage.sharding for stage in group.placement}) > 1:
+        if not apart and len({stage.sharding for stage in group.placement}) > 1:
             raise InputError(f"{engine} has one tensor-parallel size for all stages, the plan's stages have several")
 
 
@@ -144,4 +306,15 @@ def common_remarks(plan: Plan, engine: str, cached: str) -> Iterator[str]:
             f"{plan.num_replicas} servers need a router in front of them that sends a request to the one with the "
             f"fewest (the plan's router is {plan.router or 'shortest-queue'})"
         )
-    yield f"{cached} is off, as plans count every prompt token; with it on, plan with uncached prompt lengths"
+    if not placed_together(plan) and plan.device != "cpu":
+        yield from _hosts_remarks(plan)
+    yield cache_remark(cached)
+
+
+def _hosts_remarks(plan: Plan) -> Iterator[str]:
+    if any(placed_on(plan, one, engine="", joins=True).num_hosts > 1 for g in plan.groups for one in g.placements):
+        yield "host-N stands for the address of the plan's host N, whose processes are one server"
+
+
+def cache_remark(cached: str) -> str:
+    return f"{cached} is off, as plans count every prompt token; with it on, plan with uncached prompt lengths"

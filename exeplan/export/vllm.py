@@ -11,34 +11,58 @@ Source: `vllm/engine/arg_utils.py`, `vllm/config/scheduler.py`, `vllm/distribute
     rra, all of it, with the plug-in  --scheduler-cls exeplan.vllm_plugin.scheduler.RraScheduler
     stages, their layers              --pipeline-parallel-size, VLLM_PP_LAYER_PARTITION
     replicas                          a server each, behind a router
+    a pipeline on several hosts       --nnodes, --node-rank, --master-addr; --headless on all but the first
     expert_parallel_size              --enable-expert-parallel
     bound on latency                  --max-num-queued-reqs: who would wait longer is told 503
+    waa-c, waa-m: servers of a phase  --kv-transfer-config with NixlConnector (`nixl/connector.py`), behind vllm-router
+                                      0.1.17 (its `router_args.py`), whose --max-concurrent-requests has the bound
+    prefill_batch, decode_batch       --max-num-seqs of each server
 
-Not here: separate stages for prefill and decode, whose servers need a connector and a proxy between them.
+Not here: phases on stages that hold some layers only.
 """
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from exeplan.core.model import FP8, ModelSpec
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Placement, ReplicaGroup, Schedule
+from exeplan.core.schedule import Placement, ReplicaGroup, Schedule, servers
 from exeplan.errors import InputError
-from exeplan.export.interface import Export
+from exeplan.export.interface import Export, Join, Router
 from exeplan.export.shape import (
+    Side,
+    apart,
+    cache_remark,
     check_shape,
+    check_sides,
     common_remarks,
+    handover_remarks,
     in_flight_limit,
     instances_of,
     layer_partition,
     longest_request,
     most_rows,
     of_each,
+    option_value,
+    pass_tokens,
+    sides_of,
     with_schedules,
 )
 from exeplan.vllm_plugin.cadence import PLAN_VARIABLE
 
 _POLICIES = ("chunked", "orca", "rra")
+_APART = ("waa-c", "waa-m")
+_SIDE_CHANNEL, _SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_NIXL_SIDE_CHANNEL_HOST"
+_SIDE_CHANNEL_PORT, _SERVER_PORT = 5600, 8100
+_ROUTER_IMAGE = "vllm-router:0.1.17"
+_JOIN = Join(
+    options=("--nnodes", "{hosts}", "--node-rank", "{rank}", "--master-addr", "{leader}"), followers=("--headless",)
+)
+_HOLDS = "vLLM never does, and a prefill server gives up what is not taken over in 30 s"
+_DECODE_TOKENS = 2048
+"""Of a pass of a server that only decodes, at least: vLLM's least default."""
 _IMAGES = {"cuda": "vllm/vllm-openai:v0.33.0", "cpu": "vllm/vllm-openai-cpu:v0.33.0"}
 _PORT = 8000
 _GIB = 1 << 30
@@ -52,6 +76,8 @@ _PREFILL_TOKENS = 16384
 
 def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
     """See `interface.Exporter`."""
+    if apart(plan):
+        return _export_apart(plan, spec, model)
     check_shape(plan, spec, "vLLM", _POLICIES)
     return _exported(plan, spec, model, plug_in=None)
 
@@ -89,10 +115,72 @@ def _exported(plan: Plan, spec: ModelSpec, model: str, *, plug_in: Path | None) 
         package="vllm",
         port=_PORT,
         health_path="/health",
-        instances=instances_of(plan, "vllm", ("vllm", "serve"), words),
+        instances=instances_of(plan, "vllm", ("vllm", "serve"), words, _JOIN),
         remarks=tuple(dict.fromkeys(_remarks(plan, plug_in=plug_in is not None))),
         as_run=None if plug_in else _as_run(plan),
     )
+
+
+def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
+    """Servers that only prefill or only decode, and the router in front of them."""
+    check_shape(plan, spec, "vLLM", _APART, apart=True)
+    check_sides(plan, spec, "vLLM")
+
+    def words(side: Side) -> tuple[list[str], dict[str, str]]:
+        longest = min(spec.max_context, side.kv_cache_tokens or spec.max_context)
+        role = "kv_producer" if side.phase == "prefill" else "kv_consumer"
+        options = [*_weights(plan, spec), *_parallel(side.server)]
+        options += ["--kv-transfer-config", json.dumps({"kv_connector": "NixlConnector", "kv_role": role})]
+        options += ["--max-model-len", f"{longest}"] if longest < spec.max_context else []
+        options += ["--max-num-seqs", f"{side.rows}", "--max-num-batched-tokens", f"{_pass_tokens(side, longest)}"]
+        options += ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
+        return [model, *options, "--no-enable-prefix-caching", "--port", f"{_SERVER_PORT}"], {}
+
+    instances = sides_of(plan, "vllm", ("vllm", "serve"), words, _JOIN)
+    limit = in_flight_limit(plan)
+    queue = ["--max-concurrent-requests", f"{limit * plan.num_replicas}", "--queue-size", "0"] if limit else []
+    tokens = max(option_value(one.options, "--max-num-batched-tokens") for one in instances if one.phase == "prefill")
+    return Export(
+        engine="vLLM",
+        versions=("0.31", "0.33"),
+        image=_IMAGES["cuda"],
+        package="vllm",
+        port=_SERVER_PORT,
+        health_path="/health",
+        instances=tuple(
+            replace(one, own_ports={_SIDE_CHANNEL: _SIDE_CHANNEL_PORT}, address_variable=_SIDE_CHANNEL_HOST)
+            for one in instances
+        ),
+        router=Router(
+            program=("vllm-router",),
+            options=(
+                *("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+                *("--prefill-policy", "round_robin", "--decode-policy", "power_of_two"),
+                *("--worker-startup-timeout-secs", "1800"),
+                *queue,
+                *("--host", "0.0.0.0", "--port", f"{_PORT}"),
+            ),
+            version="0.1.17",
+            image=_ROUTER_IMAGE,
+            package="vllm-router",
+            port=_PORT,
+            remark=f"the image {_ROUTER_IMAGE} is one that you build, with the package vllm-router 0.1.17",
+            health_path="/health",
+        ),
+        remarks=(
+            *handover_remarks(plan, "vLLM", tokens, _HOLDS),
+            "vLLM needs the package nixl beside it",
+            cache_remark("prefix caching"),
+        ),
+        as_run=with_schedules(plan, _own_schedule),
+    )
+
+
+def _pass_tokens(side: Side, longest: int) -> int:
+    """Those that decode have one each."""
+    if side.phase == "prefill":
+        return max(pass_tokens(side, longest, _PREFILL_TOKENS), side.rows)
+    return max(side.rows, _DECODE_TOKENS)
 
 
 def _as_run(plan: Plan) -> Plan | None:
@@ -103,7 +191,9 @@ def _as_run(plan: Plan) -> Plan | None:
 
 
 def _own_schedule(group: ReplicaGroup) -> Schedule:
-    stages, left_out = len(group.placement), ("max_num_prefills", "micro_batches")
+    stages, left_out = len(group.placement), ("max_num_prefills", "micro_batches", "adjust_percent", "prefill_tokens")
+    if group.schedule.policy in _APART:
+        stages = len(servers(group.placement, "decode"))
     kept = {name: value for name, value in group.schedule.variables.items() if name not in left_out}
     return Schedule(group.schedule.policy, {**kept, **({"micro_batches": stages} if stages > 1 else {})})
 

@@ -1,13 +1,15 @@
 """An engine without options: the schedule that its defaults are, as far as the KV cache allows.
 
-The placement is that of a plan, so that only the settings differ. Not here: which defaults an engine has
+The placement is that of a plan, so that only the settings differ; of servers that only prefill or only decode each does
+both, as by default. Not here: which defaults an engine has
 (`plans/engines`).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Estimate, ReplicaGroup, Schedule
+from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule, num_servers, servers
 from exeplan.errors import Infeasible
 from exeplan.planner.load_problem import replica_problem
 from exeplan.planner.plan_request import PlanRequest
@@ -30,6 +32,7 @@ def with_defaults(request: PlanRequest, plan: Plan, defaults: DefaultSettings) -
     Raises Infeasible where they cannot run on its placement.
     """
     groups, estimates = [], []
+    plan = _aggregated(plan)
     for group in plan.groups:
         problem = replica_problem(request, plan, group)
         schedule, estimate = _in_memory(problem, _staged(defaults.schedule, group), defaults.gives_way)
@@ -38,6 +41,36 @@ def with_defaults(request: PlanRequest, plan: Plan, defaults: DefaultSettings) -
     first, *others = groups
     found = together(estimates, [group.num_replicas for group in groups])
     return replace(plan, schedule=first.schedule, more_replicas=tuple(others), estimate=found, replay=None)
+
+
+def _aggregated(plan: Plan) -> Plan:
+    """Each server of a phase as a replica that prefills and decodes."""
+    groups = [own for group in plan.groups for own in _whole_servers(group)]
+    several = sum(group.num_replicas for group in groups) > 1
+    first, *others = groups
+    return replace(
+        plan,
+        schedule=first.schedule,
+        placement=first.placement,
+        replicas=first.first_devices,
+        more_replicas=tuple(others),
+        router=(plan.router or ROUTERS[0]) if several else None,
+    )
+
+
+def _whole_servers(group: ReplicaGroup) -> Iterator[ReplicaGroup]:
+    if num_servers(group.placement) is None:
+        yield group
+        return
+    for phase in ("prefill", "decode"):
+        found = servers(group.placement, phase)
+        first = group.placement[found[0][0]].devices[0]
+        stages = [group.placement[number] for number in found[0]]
+        placement = tuple(
+            replace(stage, phase="", devices=tuple(device - first for device in stage.devices)) for stage in stages
+        )
+        devices = (one[numbers[0]].devices[0] for one in group.placements for numbers in found)
+        yield ReplicaGroup(schedule=group.schedule, placement=placement, first_devices=tuple(devices))
 
 
 def _staged(schedule: Schedule, group: ReplicaGroup) -> Schedule:

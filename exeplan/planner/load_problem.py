@@ -220,6 +220,7 @@ def plan_request(
         deadlines=parse_deadlines(plan.deadline) if plan.deadline else None,
         arrivals=_arrivals(plan, requests),
         cluster=gpus,
+        whole_servers=bool(measured.engine),  # Stages that hold some layers of a phase are of exeplan's own engine.
         order=order,
         gpu_memory_utilization=plan.gpu_memory_utilization,
         max_num_seqs=plan.max_seqs,

@@ -48,6 +48,8 @@ class PlanRequest:
     policy: str = "auto"
     engine_policies: tuple[str, ...] = ()
     """What `auto` keeps to; () for an engine that runs all."""
+    whole_servers: bool = False
+    """The engine divides prefill and decode among servers that each hold the whole model."""
     method: str = "branch-and-bound"
     order: str = "fcfs"
     risk: Risk | None = None
@@ -90,6 +92,7 @@ class PlanRequest:
             problem,
             across_nodes=self.across_nodes,
             one_pipeline=self.one_pipeline,
+            whole_servers=self.whole_servers,
             order=self.order,
             more_bounds=self.bounds[1:],
             arrivals=self.arrivals,

@@ -15,6 +15,7 @@ a simulation of single requests to 0.2 % in the median and 2 % at the 95th perce
 budgets (tests/policies/test_chunked.py).
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -106,6 +107,13 @@ def _full_rate(mean: float, steps: float, budget: float) -> float:
 def _enough(prompts: LengthLaw, steps: float, budget: float) -> float:
     """Slots beyond which every pass is full: five standard deviations of w above what full passes occupy."""
     return _full_rate(prompts.mean, steps, budget) * steps + 5 * _waiting_std(prompts, steps, budget) + 2
+
+
+@lru_cache(maxsize=4096)  # Asked for with every point of a search.
+def most_resident(prompts: LengthLaw, steps: float, budget: float) -> int:
+    """Slots that a pass may find taken where every pass is full; of prompts that cannot be cut one at least enters."""
+    taken = max(_full_rate(prompts.mean, steps, budget), 1.0) * steps
+    return math.ceil(taken + 5 * _waiting_std(prompts, steps, budget) + 2)
 
 
 def _waiting_std(prompts: LengthLaw, steps: float, budget: float) -> float:

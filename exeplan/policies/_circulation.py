@@ -48,6 +48,38 @@ class Prefills:
     inside: Floats
     variation: float
     """Variance over squared mean of the seconds of a batch."""
+    servers: int
+    """Equal pipelines side by side, among which the batches are divided."""
+
+    def held_up(self, places: int, delay: float) -> Circulation:
+        """Where a place is free only `delay` seconds after its batch has left."""
+        return _circulate(self.batches, places, self.servers, delay)
+
+
+def _circulate(batches: Seconds, places: int, servers: int, delay: float = 0.0) -> Circulation:
+    if servers == 1:
+        return circulate(batches, places, delay)
+    return _side_by_side(batches, places, servers, delay)
+
+
+def _side_by_side(batches: Seconds, places: int, servers: int, delay: float) -> Circulation:
+    """As `circulate`, where each batch goes to the server that can take it first."""
+    stages = range(1, len(batches[0]))
+    free = [[0.0] * len(batches[0]) for _ in range(servers)]
+    back = [0.0] * places
+    began = now = inside = 0.0
+    for some in (batches[-_WARM_UP:], batches):
+        began, inside = now, 0.0
+        for seconds in some:
+            own, place = min(free), min(range(places), key=back.__getitem__)
+            entered = max(back[place], own[0])
+            left = own[0] = entered + seconds[0]
+            for stage in stages:
+                left = own[stage] = max(own[stage], left) + seconds[stage]
+            back[place] = left + delay
+            inside += left - entered
+            now = max(now, left)
+    return Circulation(len(batches) / (now - began), inside / len(batches))
 
 
 def circulate(batches: Seconds, places: int, delay: float = 0.0) -> Circulation:
@@ -74,17 +106,20 @@ def circulate(batches: Seconds, places: int, delay: float = 0.0) -> Circulation:
 @lru_cache(maxsize=128)  # A search tries many ways to decode behind the same prefills.
 def prefills(clock: Clock, prompts: LengthLaw, batch: int, places: int) -> Prefills:
     """Rates of batches of `batch` prompts, with up to `places` of them in flight."""
+    servers = clock.num_prefill_servers
     batches = _draw(clock, prompts, batch)
     total = np.sum(batches, axis=1)
     powers = 2 ** np.arange(places.bit_length())
-    counts = [1] if len(batches[0]) == 1 else sorted({*powers[powers < places - 1].tolist(), places - 1, places})
-    runs = [circulate(batches, count) for count in counts]
+    alone = servers * len(batches[0]) == 1
+    counts = [1] if alone else sorted({*powers[powers < places - 1].tolist(), places - 1, places})
+    runs = [_circulate(batches, count, servers) for count in counts]
     return Prefills(
         batches=batches,
         places=np.array([0.0, *counts]),
         rate=np.array([0.0, *(run.rate for run in runs)]),
         inside=np.array([runs[0].inside, *(run.inside for run in runs)]),
         variation=float(np.var(total) / np.mean(total) ** 2),
+        servers=servers,
     )
 
 
@@ -106,7 +141,7 @@ def _draw(clock: Clock, prompts: LengthLaw, batch: int) -> Seconds:
 
 
 def _prefill_seconds(clock: Clock, prompts: LengthLaw, batch: int) -> tuple[Floats, Floats]:
-    """Of a batch on each stage, and of one more prompt in it."""
+    """Of a batch on each stage of a server, and of one more prompt in it."""
     none = np.zeros(2)
     cycle = Cycle(
         num_prefill=np.array([batch, batch + 1.0]),
@@ -117,7 +152,8 @@ def _prefill_seconds(clock: Clock, prompts: LengthLaw, batch: int) -> tuple[Floa
         kv_tokens_std=0.0,
         num_seqs=0.0,
     )
-    seconds = clock.seconds(cycle)[list(clock.prefill_stages)]
+    servers, stages = clock.num_prefill_servers, clock.prefill_stages
+    seconds = servers * clock.seconds(cycle)[list(stages[: len(stages) // servers])]
     return seconds[:, 0], seconds[:, 1] - seconds[:, 0]
 
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.schedule import Schedule
-from exeplan.policies._circulation import Prefills, circulate, prefills
+from exeplan.policies._circulation import Prefills, prefills
 from exeplan.policies.interface import Clock, Cycle, Steady
 from exeplan.workload.arrivals import residents
 from exeplan.workload.length_law import DecodeLaw
@@ -105,7 +105,7 @@ def _arriving(
     transfer = np.array([clock.kv_transfer_seconds(k * going_on * workload.mean_input) for k in sizes])
     behind = _Behind.of(decodes, rate * going_on)
     line = prefills(clock, workload.input_law, batch, places)  # type: ignore[arg-type]  # Hashed by identity.
-    held = 1.0 / circulate(line.batches, places, float(transfer[-1])).rate
+    held = 1.0 / line.held_up(places, float(transfer[-1])).rate
     shut = np.maximum(slowest, sizes * (through + transfer) / (places * batch))
     shut = shut * max(held / float(shut[-1]), 1.0)
     found = []
@@ -261,7 +261,7 @@ def _states(line: Prefills, decodes: _Decodes, batch: int, places: int, transfer
     with_transfer = line.places + line.rate * going_on * transfer
     residents = slots * np.linspace(1.0, 0.0, _STATES) ** 2
     finished = decodes.finished(residents)
-    alone = circulate(line.batches, places, transfer)
+    alone = line.held_up(places, transfer)
     return _States(
         ready=np.concatenate([ready, 0.0 * residents]),
         residents=np.concatenate([np.full(_STATES, float(slots)), residents]),

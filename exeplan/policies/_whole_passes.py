@@ -82,7 +82,7 @@ def whole_passes(prompts: LengthLaw, steps: float, slots: float, budget: float) 
     # Every token is prefilled once: cells and slices have lost some.
     kept = count * prompts.mean / max(float((weights * ways.tokens).sum()), 1e-300)
     return WholePasses(
-        **_kinds(weights, rows, kept * ways.tokens, ways.count),
+        **_kinds(weights, rows, kept * ways.tokens, kept * ways.deviation, ways.count),
         waiting_std=float(np.sqrt((weights * (left - mean_left) ** 2).sum())),
     )
 
@@ -125,11 +125,13 @@ def _levels(busy: float, prompts: LengthLaw, steps: float, slots: float) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """Ways to fill a pass, [levels, new, ways]: none; one that exceeds the room, by its length; all that wait, by
-    their tokens; 1, 2, ... of them."""
+    """Ways to fill a pass, [levels, new, ways]: none; one that exceeds the room, by its length; all that wait; 1, 2,
+    ... of them."""
 
     count: Floats
     tokens: Floats
+    deviation: Floats
+    """Standard deviation of the tokens."""
     chance: Floats
 
 
@@ -144,8 +146,9 @@ class _Fitting:
     """Tokens."""
     rooms: Floats
     exactly: Floats
-    """Pr(S_j <= r < S_j + I), and the mean of S_j times that."""
+    """Pr(S_j <= r < S_j + I), and the means of S_j and S_j^2 times that."""
     exactly_tokens: Floats
+    exactly_square: Floats
     least: Floats
     """Pr(S_j <= r), and the means of S_j and S_j^2 times that."""
     least_tokens: Floats
@@ -195,20 +198,28 @@ class _Fitting:
 
         count = np.arange(1.0, most + 1)
         fits = np.where(count < waiting[:, :, None], several(self.exactly), 0.0).clip(0.0)
-        tokens = several(self.exactly_tokens) / np.maximum(fits, _NEVER)
+        some_tokens = _moments(fits, several(self.exactly_tokens), several(self.exactly_square))
         together = all_of_them(self.least).clip(0.0)
-        mean, square = (all_of_them(t) / np.maximum(together, _NEVER) for t in (self.least_tokens, self.least_square))
-        spread = np.sqrt(np.maximum(square - mean**2, 0.0))
+        all_tokens = _moments(together, all_of_them(self.least_tokens), all_of_them(self.least_square))
         over = np.repeat(self.over[law, low][:, :, None] / _OVER, _OVER, axis=2)
-        each = np.repeat(together[:, :, None] / len(SPREAD), len(SPREAD), axis=2)
+        none, each = 0.0 * some, together[:, :, None]
         chance = np.concatenate([1.0 * ~some, *(some * part for part in (over, each, fits))], axis=2)
-        all_tokens = np.maximum(mean[:, :, None] + spread[:, :, None] * SPREAD, 0.0)
-        counts = [0.0 * some, np.ones_like(over), waiting[:, :, None] + 0.0 * each, count + 0.0 * fits]
+        counts = [none, np.ones_like(over), waiting[:, :, None], count + 0.0 * fits]
+        tokens = [none, self.over_lengths[law, low], all_tokens[0][:, :, None], some_tokens[0]]
+        deviations = [none, 0.0 * over, all_tokens[1][:, :, None], some_tokens[1]]
         return _Ways(
             np.concatenate(counts, axis=2),
-            np.concatenate([0.0 * some, self.over_lengths[law, low], all_tokens, tokens * (fits > _NEVER)], axis=2),
+            np.concatenate(tokens, axis=2),
+            np.concatenate(deviations, axis=2),
             chance / chance.sum(axis=2, keepdims=True),
         )
+
+
+def _moments(chance: Floats, first: Floats, second: Floats) -> tuple[Floats, Floats]:
+    """Mean and standard deviation, from moments times the chance; 0 of what never happens."""
+    likely = np.maximum(chance, _NEVER)
+    mean = np.where(chance > _NEVER, first / likely, 0.0)
+    return mean, np.sqrt(np.where(chance > _NEVER, np.maximum(second / likely - mean**2, 0.0), 0.0))
 
 
 @lru_cache(maxsize=256)
@@ -229,6 +240,7 @@ def _fitting(prompts: LengthLaw, budget: float, most: int) -> _Fitting:
         rooms=(rooms + 0.5) * cell,
         exactly=sums @ more,
         exactly_tokens=(sums * lengths) @ more,
+        exactly_square=(sums * lengths**2) @ more,
         least=np.cumsum(sums, axis=2),
         least_tokens=np.cumsum(sums * lengths, axis=2),
         least_square=np.cumsum(sums * lengths**2, axis=2),
@@ -282,8 +294,10 @@ def _beyond(law: Floats, below: Floats, cell: float) -> Floats:
     return np.asarray(np.searchsorted(np.cumsum(law), shares - _NEVER).clip(max=len(law) - 1) * cell)
 
 
-def _kinds(weights: Floats, rows: Floats, tokens: Floats, count: Floats) -> dict[str, Floats]:
+def _kinds(weights: Floats, rows: Floats, tokens: Floats, deviation: Floats, count: Floats) -> dict[str, Floats]:
     """Probability, and means of decode rows, prompt tokens and prompts, of every kind of pass."""
+    tokens = np.maximum(tokens + deviation * SPREAD[:, None, None, None], 0.0)
+    weights, count = np.broadcast_to(weights / len(SPREAD), tokens.shape), np.broadcast_to(count, tokens.shape)
     some = count > 0
     weight = weights * some
     total = max(float(weight.sum()), 1e-300)

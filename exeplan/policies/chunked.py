@@ -25,7 +25,7 @@ from exeplan.core.batch import Batch, Chunk
 from exeplan.core.control_variables import micro_batchings, require, slot_share
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
-from exeplan.policies._chunk_passes import SPREAD, ChunkPasses, chunk_passes
+from exeplan.policies._chunk_passes import SPREAD, ChunkPasses, chunk_passes, most_resident
 from exeplan.policies._groups import resident_tokens, round_seconds
 from exeplan.policies._spread import even_out, free_places, groups_for, num_joining
 from exeplan.policies._whole_passes import whole_passes
@@ -68,8 +68,10 @@ def enumerated(num_stages: int) -> tuple[Mapping[str, int], ...]:
 
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
-    """No more slots than a pass has tokens."""
-    most = variables["max_num_batched_tokens"] * variables.get("micro_batches", 1)
+    """No more slots than a pass has tokens, nor than its tokens keep taken: others would stay empty."""
+    budget = variables["max_num_batched_tokens"]
+    each = min(budget, most_resident(workload.input_law, workload.mean_output + 1, budget))
+    most = each * variables.get("micro_batches", 1)
     return Schedule("chunked", {**variables, "max_num_seqs": min(variables["max_num_seqs"], most)})
 
 

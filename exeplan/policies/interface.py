@@ -72,9 +72,14 @@ class Clock(Protocol):
     prefill_stages: tuple[int, ...]
     """Stages that prefill: all of them, unless some are set apart for it."""
     decode_stages: tuple[int, ...]
+    num_prefill_servers: int
+    """Equal pipelines among which the stages that prefill are divided, in order; mostly 1."""
 
     def seconds(self, cycle: Cycle) -> Floats:
-        """Seconds of each pass on each stage, [stages, passes], given that it occurs; the send to the next included."""
+        """Seconds of each pass on each stage, [stages, passes], given that it occurs; the send to the next included.
+
+        Of n servers of a phase, an n-th on each stage: so many passes go on side by side.
+        """
 
     def kv_transfer_seconds(self, num_tokens: float) -> float:
         """From the end of a prefill until the keys and values of `num_tokens` tokens are at the stages that decode."""
@@ -100,6 +105,9 @@ class Steady:
     arriving: "Callable[[float], tuple[tuple[Schedule, Steady], ...]] | None" = None
     """Steady states when requests come at a rate, with rising numbers that begin together, each with its schedule; None
     where those of smaller batches under a backlog stand for them."""
+    queued: "Callable[[], tuple[tuple[int, Steady], ...]] | None" = None
+    """Steady states by how many wait whenever a batch begins, rising, the last one for any more: of a policy that takes
+    some of them, and not the first ones. None where all that wait begin together, as far as they fit."""
 
 
 class Queue(Protocol):

@@ -5,14 +5,10 @@ length and cut into batches of at most `batch_size` by dynamic programming, at t
 `overhead_tokens` for each batch, the cost of its passes apart from its prompts. The batch with the first request of the
 schedule's order runs next; the others are cut again after it.
 
-In the steady state under a backlog K batches take turns: the next one is that of the oldest request, so that its
-lengths have waited longest. Of the A requests that come in a turn of all, lengths that were served j batches ago have
-the share j / K waiting; W requests wait in all, hence
-
-    A = 2 W K / (K + 1)
-
-and a batch is as large as if the lengths of A requests were cut, not of W: nearly twice as many. Not here: several
-micro-batches on a pipeline.
+In the steady state under a backlog the next batch is that of the oldest request, so that its lengths have waited
+longest, and those next to them were served at different times: neither the lengths of the law nor those of a turn of
+all batches are what waits. The closed form serves a few queues of random requests side by side and takes the batches
+that it sees. Not here: several micro-batches on a pipeline.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,10 +38,18 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Batch sizes that the search tries."""
 _DECODES = 24
 """Iterations of a batch that are timed; those between are interpolated."""
-_POINTS, _TURNS = 24, 4
-"""Lengths of the largest batch that are told apart, and tries for the number of batches."""
-_SAMPLES, _KINDS = 6, 12
-"""Draws of the requests of a turn, and most kinds of batches that are timed."""
+_TOLD_APART = 384
+"""Waiting requests that are told apart; each stands for several of more."""
+_QUEUE_LENGTHS = 10
+"""Numbers of waiting requests that are looked at where requests come at a rate."""
+_QUEUES, _SETTLING, _SEEN = 16, 15, 24
+"""Queues that are served side by side at least, and their batches: until they have settled, and those that count."""
+_TOGETHER = 6144
+"""Requests that wait in all queues together, at least: what batches of a few differ by, one with another, is large."""
+_KINDS = 24
+"""Most kinds of batches that are timed."""
+_OF_A_BIN = 50
+"""Requests by which a share of the length law is known."""
 _OVERHEADS = (512, 8192)
 """Tokens a batch that the search tries."""
 
@@ -77,12 +81,23 @@ def starts_together(schedule: Schedule) -> int:
 
 
 def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
-    """Each of the batches that the lengths of a turn are cut into, one after the other.
+    """That of a backlog, and where fewer wait those of their numbers."""
+    most = _lookahead(schedule["batch_size"])
+    numbers = np.unique(np.rint(np.geomspace(1, most, _QUEUE_LENGTHS)).astype(int)).tolist()
+
+    def queued() -> tuple[tuple[int, Steady], ...]:
+        return tuple((number, _steady(schedule, workload, clock, number)) for number in numbers)
+
+    return replace(_steady(schedule, workload, clock, most), queued=queued)
+
+
+def _steady(schedule: Schedule, workload: Workload, clock: Clock, waiting: int) -> Steady:
+    """Each of the batches that so many waiting requests are cut into, one after the other.
 
     A token k comes in one of the batches by their requests that get so far.
     """
     first_tokens = 1 if clock.first_token_from_prefill else 0
-    groups = _groups(workload, schedule["batch_size"], _overhead(schedule), first_tokens)
+    groups = _groups(workload, schedule["batch_size"], _overhead(schedule), waiting, first_tokens)
     points = [np.unique(np.linspace(0, len(g.law.survival) - 1, _DECODES).astype(int)) for g in groups]
     largest = max(range(len(groups)), key=lambda number: groups[number].size * groups[number].tokens)
     cycle = _cycle(groups[largest], points[largest])
@@ -132,7 +147,7 @@ class _Group(NamedTuple):
 
     size: float
     times: float
-    """Such batches in a turn."""
+    """Such batches for each request."""
     prompts: LengthLaw
     longest: LengthLaw
     law: DecodeLaw
@@ -144,59 +159,84 @@ class _Group(NamedTuple):
 
 
 @lru_cache(maxsize=1024)  # A search asks for the same ones on every placement.
-def _groups(workload: Workload, size: int, overhead: int, first_tokens: int) -> tuple[_Group, ...]:
-    """What the requests of a turn are cut into, batches of like lengths taken together."""
+def _groups(workload: Workload, size: int, overhead: int, waiting: int, first_tokens: int) -> tuple[_Group, ...]:
+    """What the waiting requests are cut into, batches of like lengths taken together."""
     prompts = workload.input_law
-    cut = _cut_turns(prompts, size, overhead)
-    kinds = min(max(round(len(cut) / _SAMPLES), 1), _KINDS)
+    seen = _batches_seen(prompts, size, overhead, waiting)
+    edges = np.append(0.0, prompts.cdf)
     groups = []
-    parts = np.array_split(cut[np.argsort(cut[:, 1])], kinds)
-    # The shares of the kinds are laid end to end, so that every length is in one.
-    ends = np.cumsum([part[:, 0].sum() for part in parts]) / cut[:, 0].sum()
-    for part, begin, end in zip(parts, [0.0, *ends[:-1]], ends, strict=True):
-        weights = np.clip(prompts.cdf, begin, end) - np.clip(np.append(0.0, prompts.cdf[:-1]), begin, end)
+    for part, reached in _kinds(seen):
+        weights = np.diff(np.interp(edges, np.linspace(0.0, 1.0, len(reached)), reached))
         some = np.flatnonzero(weights > 0)
         own = LengthLaw(prompts.tokens[some], weights[some] / weights.sum())
         share = (weights / prompts.weights)[np.searchsorted(prompts.tokens, workload.inputs)] * workload.weights
         here = share > 0
         law = DecodeLaw.of(workload.outputs[here] - first_tokens, workload.inputs[here], share[here] / share.sum())
-        longest = LengthLaw(np.sort(part[:, 2]).astype(np.int64), np.full(len(part), 1.0 / len(part)))
-        groups.append(_Group(float(part[:, 0].mean()), len(part) / _SAMPLES, own, longest, law))
+        longest = LengthLaw(np.sort(np.rint(seen.longest[part]).astype(np.int64)), np.full(len(part), 1.0 / len(part)))
+        mean = float(seen.sizes[part].mean())
+        groups.append(_Group(mean, float(reached[-1]) / mean, own, longest, law))
     return tuple(groups)
 
 
-def _cut_turns(prompts: LengthLaw, size: int, overhead: int) -> Floats:
-    """The batches of random draws of A requests, [batches, 3]: requests, the share of the law in their middle, and the
-    longest prompt.
+class _Seen(NamedTuple):
+    """Batches: their requests, the longest prompt, and of each request that is told apart the share of the law below
+    it and the batch."""
 
-    Draws, not even lengths: a batch ends where chance leaves a gap, and is padded to a length that chance makes longer.
-    All draws together are even, so that their mean is the law's.
+    sizes: Floats
+    longest: Ints
+    shares: Floats
+    batches: Ints
+
+
+def _kinds(seen: _Seen) -> list[tuple[Ints, Floats]]:
+    """Batches whose requests lie side by side in the law; how much of it up to each of some even shares is in them.
+
+    All kinds together are the law, whatever part of a turn has been seen.
     """
-    turn = _turn(prompts, size, overhead)
-    of_batch = min(size, _POINTS)
-    each, found = size / of_batch, []
-    for draws in np.random.default_rng(0).permutation(turn * _SAMPLES).reshape(_SAMPLES, turn):
-        shares = np.sort(draws + 0.5) / (turn * _SAMPLES)
-        lengths = prompts.quantiles(shares)
-        last = np.rint(np.arange(1, round(turn / each) + 1) * each).astype(int) - 1
-        ends = last[_cut(lengths[last], of_batch, overhead / each) - 1] + 1
-        begins = np.concatenate([[0], ends[:-1]])
-        found.append(np.stack([ends - begins, (shares[begins] + shares[ends - 1]) / 2, lengths[ends - 1]], axis=1))
-    return np.concatenate(found)
+    middles = np.bincount(seen.batches, seen.shares) / np.bincount(seen.batches)
+    parts = np.array_split(np.argsort(middles, kind="stable"), _KINDS)
+    kind = np.empty(len(middles), dtype=np.int64)
+    for number, part in enumerate(parts):
+        kind[part] = number
+    bins = max(min(len(seen.shares) // _OF_A_BIN, 8 * _KINDS), 1)
+    where = np.minimum((seen.shares * bins).astype(np.int64), bins - 1)
+    counts = np.bincount(kind[seen.batches] * bins + where, minlength=_KINDS * bins).reshape(_KINDS, bins)
+    held = counts / np.maximum(counts.sum(axis=0), 1) / bins
+    return [(part, np.append(0.0, np.cumsum(own))) for part, own in zip(parts, held, strict=True)]
 
 
-def _turn(prompts: LengthLaw, size: int, overhead: int) -> int:
-    """A, as whole batches: where their size binds, all are full."""
-    waiting, of_batch = _lookahead(size), min(size, _POINTS)
-    turn, count = 0, np.inf
-    for _ in range(_TURNS):
-        turn = max(round(2.0 * waiting * (1.0 - 1.0 / (count + 1.0)) / size), 1) * size
-        points = turn // size * of_batch
-        ends = _cut(prompts.slice_means(points), of_batch, overhead * of_batch / size)
-        if len(ends) == count:
-            break
-        count = len(ends)
-    return turn
+def _batches_seen(prompts: LengthLaw, size: int, overhead: int, queue: int) -> _Seen:
+    """What next_batch runs of queues of so many random requests; all of them together are even, so that their mean is
+    the law's."""
+    waiting = min(queue, _TOLD_APART)
+    each = queue / waiting
+    of_batch = min(max(round(size / each), 1), waiting)
+    queues = max(_TOGETHER // waiting, _QUEUES)
+    count = waiting + (_SETTLING + _SEEN) * of_batch
+    drawn = np.random.default_rng(0).permutation(queues * count).reshape(queues, count)
+    shares = (drawn + 0.5) / (queues * count)
+    lengths = prompts.quantiles(shares)
+    # In order of arrival, which decides between equal lengths.
+    numbers = np.tile(np.arange(waiting), (queues, 1))
+    following = np.full((queues, 1), waiting)
+    sizes, longest, members = [], [], []
+    for turn in range(_SETTLING + _SEEN):
+        order = np.argsort(np.take_along_axis(lengths, numbers, axis=1), axis=1, kind="stable")
+        numbers = np.take_along_axis(numbers, order, axis=1)
+        rising = np.take_along_axis(lengths, numbers, axis=1)
+        # The longest that a request stands for is nearly as long as the next one.
+        longer = rising + (1 - 1 / each) / 2 * np.diff(rising, axis=1, append=rising[:, -1:])
+        begins, ends = _around(_best_begins(longer, of_batch, overhead / each), numbers.argmin(axis=1))
+        taken = (np.arange(waiting) >= begins[:, None]) & (np.arange(waiting) < ends[:, None])
+        if turn >= _SETTLING:
+            sizes.append((ends - begins) * each)
+            longest.append(np.take_along_axis(longer, ends[:, None] - 1, axis=1)[:, 0])
+            members.append(np.take_along_axis(shares, numbers, axis=1)[taken])
+        numbers = np.sort(np.where(taken, following + np.cumsum(taken, axis=1) - 1, numbers), axis=1)
+        following = following + taken.sum(axis=1, keepdims=True)
+    sizes_of_all = np.concatenate(sizes)
+    batches = np.repeat(np.arange(len(sizes_of_all)), np.rint(sizes_of_all / each).astype(np.int64))
+    return _Seen(sizes_of_all, np.concatenate(longest), np.concatenate(members), batches)
 
 
 def _cycle(group: _Group, timed: Ints) -> Cycle:
@@ -250,16 +290,33 @@ def _alike(ahead: tuple[SequenceState, ...], schedule: Schedule) -> list[Sequenc
     return [ahead[number] for number in sorted(by_length[start:end])]
 
 
-def _cut(lengths: Floats | Ints, size: int, overhead: float) -> Ints:
+def _cut(lengths: Ints, size: int, overhead: float) -> Ints:
     """Where the batches end into which these rising lengths are cut at the least cost."""
-    cost = np.zeros(len(lengths) + 1)
-    begins = np.zeros(len(lengths) + 1, dtype=np.int64)
-    for end in range(1, len(lengths) + 1):
-        low = max(end - size, 0)
-        tried = cost[low:end] + np.arange(end - low, 0, -1) * lengths[end - 1]
-        best = int(np.argmin(tried))
-        cost[end], begins[end] = tried[best] + overhead, low + best
+    begins = _best_begins(lengths[None, :], size, overhead)[0].tolist()
     ends = [len(lengths)]
     while begins[ends[-1]] > 0:
-        ends.append(int(begins[ends[-1]]))
+        ends.append(begins[ends[-1]])
     return np.array(ends[::-1])
+
+
+def _best_begins(lengths: Floats | Ints, size: int, overhead: float) -> Ints:
+    """Of each queue, [queues, waiting]: where the last batch begins if the first 0, 1, 2, ... requests are cut at the
+    least cost, [queues, waiting + 1]."""
+    queues, waiting = lengths.shape
+    cost, begins = np.zeros((queues, waiting + 1)), np.zeros((queues, waiting + 1), dtype=np.int64)
+    every = np.arange(queues)
+    for end in range(1, waiting + 1):
+        low = max(end - size, 0)
+        tried = cost[:, low:end] + np.arange(end - low, 0, -1) * lengths[:, end - 1 : end]
+        best = tried.argmin(axis=1)
+        cost[:, end], begins[:, end] = tried[every, best] + overhead, low + best
+    return begins
+
+
+def _around(begins: Ints, places: Ints) -> tuple[Ints, Ints]:
+    """Of each queue, where the batch begins and ends that holds the request in this place."""
+    every = np.arange(len(places))
+    ends = np.full(len(places), begins.shape[1] - 1)
+    while (later := begins[every, ends] > places).any():
+        ends = np.where(later, begins[every, ends], ends)
+    return begins[every, ends], ends

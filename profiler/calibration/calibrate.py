@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from exeplan.core.correction import Correction
 from exeplan.core.model import load_model_sizes, shipped_twin
 from exeplan.core.profile import Profile
+from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.profiler.calibration.law import (
     CalibrationLaw,
@@ -103,7 +104,18 @@ def _engine_of(profile: Profile, runs: Sequence[ServingRun]) -> str:
         if run.tensor_parallel_size not in profile.tensor_parallel_sizes:
             there = ", ".join(map(str, profile.tensor_parallel_sizes))
             raise InputError(f"a run has tensor_parallel_size {run.tensor_parallel_size}, the profile has {there}")
+        _check_experts(run, profile)
     return engines[0]
+
+
+def _check_experts(run: ServingRun, profile: Profile) -> None:
+    size, parts = run.tensor_parallel_size, run.expert_parallel_size
+    there = [one.expert_parallel_size for one in profile.expert_shardings if one.num_devices == size]
+    if parts > 1 and Sharding(size, 1, parts) not in profile.expert_shardings:
+        raise InputError(
+            f"a run has expert_parallel_size {parts} on {size} devices, for which the profile has "
+            f"{', '.join(map(str, sorted({1, *there})))}"
+        )
 
 
 def _model_of(name: str, profile: Profile) -> str:

@@ -53,7 +53,7 @@ OPTIONS = {
 
 
 def predict_run(profile: Profile, run: ServingRun) -> Prediction:
-    """By a profile that has the run's tensor parallel size, its correction included. Raises InputError without it."""
+    """By a profile that has the run's parallel sizes, its correction included. Raises InputError without it."""
     corrected = predicted_by_passes(profile, run)
     if profile.correction is None:
         return corrected
@@ -62,19 +62,20 @@ def predict_run(profile: Profile, run: ServingRun) -> Prediction:
 
 def predicted_by_passes(profile: Profile, run: ServingRun) -> Prediction:
     """Without what the correction adds in front of the engine."""
-    return replayed_means(replayed(cost_of(profile, run.tensor_parallel_size), run, options_of(run.engine)))
+    cost = cost_of(profile, run.tensor_parallel_size, run.expert_parallel_size)
+    return replayed_means(replayed(cost, run, options_of(run.engine)))
 
 
 def options_of(engine: str) -> EngineOptions:
     return OPTIONS.get(engine, OPTIONS["vllm"])
 
 
-def cost_of(profile: Profile, size: int) -> CostModel:
-    """Of one stage on that many devices."""
+def cost_of(profile: Profile, size: int, expert_parts: int = 1) -> CostModel:
+    """Of one stage on that many devices, which hold a mixture's experts in so many parts."""
     own = [m for m in profile.measurements if m.tensor_parallel_size == size or m.op in ("overhead", "send")]
     return CostModel(
         replace(profile, measurements=tuple(own)),
-        (Stage(devices=tuple(range(size)), layers=(0, profile.model.num_layers)),),
+        (Stage(devices=tuple(range(size)), layers=(0, profile.model.num_layers), expert_parallel_size=expert_parts),),
     )
 
 

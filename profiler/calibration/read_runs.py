@@ -2,11 +2,11 @@
 
     CSV         engine, model, dtype, device (or system), tensor_parallel_size, input_tokens, output_tokens,
                 concurrency, and ttft and tpot with their unit in the name: ttft_ms, ttft_s, tpot_ms, tpot_s;
-                optionally version and num_requests
+                optionally version, expert_parallel_size and num_requests
     JSON        a result of `vllm bench serve --save-result --max-concurrency N`, or several, one a line, as
                 --append-result writes them: mean_ttft_ms, mean_tpot_ms, total_input_tokens, total_output_tokens,
                 completed, failed, max_concurrency, request_rate, model_id; and of --metadata KEY=VALUE the columns
-                engine, dtype, device, version and tensor_parallel_size
+                engine, dtype, device, version, tensor_parallel_size and expert_parallel_size
     JSON        guidellm's report: benchmarks[] with metrics.time_to_first_token_ms, inter_token_latency_ms,
                 prompt_token_count, output_token_count and request_concurrency, of successful requests, each its mean,
                 request_totals, and config.strategy (before 0.4: args.strategy)
@@ -34,7 +34,7 @@ from exeplan.files import read_text
 from exeplan.profiler.calibration.serving_run import ServingRun
 
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-_METADATA = ("engine", "dtype", "device", "version", "tensor_parallel_size")
+_METADATA = ("engine", "dtype", "device", "version", "tensor_parallel_size", "expert_parallel_size")
 _CLOSED = ("synchronous", "concurrent")
 """guidellm's strategies with a fixed number of clients."""
 _MOST_FAILED = 0.01
@@ -211,6 +211,7 @@ def _run(cells: Mapping[str, Any], where: str, defaults: Defaults) -> ServingRun
         output_tokens=_whole(cells.get("output_tokens"), f"{where}: output_tokens"),
         concurrency=_whole(cells.get("concurrency"), f"{where}: concurrency"),
         tensor_parallel_size=_whole(size, f"{where}: tensor_parallel_size"),
+        expert_parallel_size=_whole(cells.get("expert_parallel_size") or 1, f"{where}: expert_parallel_size"),
         num_requests=_whole(count, f"{where}: num_requests") if (count := cells.get("num_requests")) else None,
         ttft=_seconds(cells, "ttft", where),
         tpot=_seconds(cells, "tpot", where),

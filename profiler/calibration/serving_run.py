@@ -20,6 +20,8 @@ class ServingRun:
     output_tokens: int
     concurrency: int
     tensor_parallel_size: int
+    expert_parallel_size: int = 1
+    """Parts of whole experts that these devices hold."""
     least_share: float = 1.0
     """Lengths are even between this share of those stated and all of them."""
     num_requests: int | None = None

@@ -26,9 +26,14 @@ the engine runs:
     expert_rows                all: where all tokens are on every device, small kernels of the experts pass over the
                                rows of experts elsewhere too; own: they do not
 
-Where it states no such thing, experts and attention are tensor parallel. `policies` are those it can schedule by, which
-`--policy auto` then keeps to, and `defaults` its schedules without options: the first row that fits a device by the
-beginning of its name and its memory, with the variable that `gives_way` where the KV cache holds fewer requests.
+and of any model whether it has
+
+    disaggregation             servers: some that only prefill and others that only decode, each with all layers
+
+Where it states no such thing, experts and attention are tensor parallel, and servers prefill and decode. `policies`
+are those it can schedule by, which `--policy auto` then keeps to, and `defaults` its schedules without options: the
+first row that fits a device by the beginning of its name and its memory, with the variable that `gives_way` where the
+KV cache holds fewer requests.
 Not here: an engine's admission of requests, which is a policy's.
 """
 
@@ -59,6 +64,7 @@ _LAYOUTS = {
     "data_parallel_attention": ("any", "whole"),
     "expert_parallel": ("whole",),
     "expert_rows": ("own", "all"),
+    "disaggregation": ("servers",),
 }
 _MOST_DEVICES = 32
 """Over which experts are spread."""
@@ -90,6 +96,8 @@ class EngineConstants:
     """`whole`; '' where it has none."""
     expert_rows: str = "own"
     """`own` or `all`."""
+    disaggregation: str = ""
+    """`servers`; '' where it has none."""
     policies: tuple[str, ...] = ()
     """How it can schedule; () where that is not stated."""
     defaults: tuple[tuple[str, int, DefaultSettings], ...] = ()
@@ -169,6 +177,12 @@ def engine_defaults(profile: Profile) -> DefaultSettings | None:
 def engine_policies(profile: Profile) -> tuple[str, ...]:
     """How the shipped engine whose times a profile has can schedule; () of exeplan's own engine and of others."""
     return load_engine(profile.engine).policies if profile.engine in shipped_names("engines") else ()
+
+
+def has_servers(profile: Profile) -> bool:
+    """Whether the shipped engine whose times a profile has divides prefill and decode among whole servers."""
+    shipped_one = profile.engine in shipped_names("engines")
+    return bool(shipped_one and load_engine(profile.engine).disaggregation)
 
 
 def expert_shardings(engine: EngineConstants, spec: ModelSpec, sizes: Sequence[int]) -> tuple[Sharding, ...]:

@@ -236,7 +236,7 @@ def _is_plain(product: Product) -> TypeGuard[Linear]:
 
 def _together(products: Sequence[Linear]) -> Tensor:
     """`[X, O, I]`; the products keep views of it."""
-    weight_XOI = torch.stack([one.weight.to_dense() if one.packed else one.weight for one in products])
+    weight_XOI = torch.stack([one.dense() for one in products])
     for product, weight_OI in zip(products, weight_XOI, strict=True):
         if not product.packed:
             product.weight = weight_OI

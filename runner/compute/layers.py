@@ -243,8 +243,8 @@ class MLP:
 
     def added_to(self, residual_NE: Tensor, x_NE: Tensor) -> Tensor:
         """The sum of the block's output and the residual, fused into the last product where it can add."""
-        if isinstance(self.down, Linear) and self.down.adds:
-            return residual_NE.addmm_(self.activation(self.up(x_NE)), self.down.weight.t())
+        if isinstance(self.down, Linear) and (len(x_NE) <= _ROWS or not x_NE.is_cpu):
+            return self.down.added_to(residual_NE, self.activation(self.up(x_NE)))
         return self(x_NE).add_(residual_NE)
 
 

@@ -33,7 +33,7 @@ from exeplan.runner.compute.row_buckets import RowBucket
 from exeplan.runner.compute.shard import Shard, whole
 from exeplan.runner.compute.step import Step, StepSequence
 
-_PREV_TOKENS = 1024
+PREV_TOKENS = 1024
 """Tokens of a pass that are kept on the device for the next one, unless graphs of larger batches are captured."""
 _NO_PREV_ROWS: Mapping[str, int] = MappingProxyType({})
 _NO_PARTS: Mapping[str, PromptPart] = MappingProxyType({})
@@ -93,7 +93,8 @@ class ModelRunner:
             )
         self.chosen: tuple[Tensor, Tensor] | None = None
         """Of a pass that replayed a graph: the most likely tokens, and whether their logits were finite."""
-        self._prev_token_B = torch.zeros(_PREV_TOKENS, dtype=torch.int64, device=self.device)
+        self.prev_token_B = torch.zeros(PREV_TOKENS, dtype=torch.int64, device=self.device)
+        """Where tokens are kept on the device for later passes."""
         self.use_blocks(num_blocks)
         self.encoded_NE: Tensor | None = None
         """The encoder's output for the prompts of the last batch, on the last shard; None where it had no prompts."""
@@ -131,9 +132,9 @@ class ModelRunner:
         last one. Keys and values are stored in as many blocks as the scheduler granted. A shard that is not the first
         continues from `hidden_NE`, one that is not the last returns it, `[N, E]`. Of an encoder-decoder model only
         decoded sequences have logits. `prev_rows` names the decoded sequences whose last token is not in `token_ids`
-        yet: by request id, its index among the tokens of the previous pass, which `keep_tokens` kept. `reported` names
-        the prefilled sequences whose prompts' log-probabilities are wanted, and how many of the most likely tokens with
-        each: `prompt_parts` has those of this pass, on the first rank of the last shard.
+        yet: by request id, its index in `prev_token_B`; `keep_tokens` puts those of the last pass at its beginning.
+        `reported` names the prefilled sequences whose prompts' log-probabilities are wanted, and how many of the most
+        likely tokens with each: `prompt_parts` has those of this pass, on the first rank of the last shard.
         """
         self.residents.place(batch)
         prev_rows = prev_rows or {}
@@ -196,12 +197,17 @@ class ModelRunner:
         table_BT = block_table(self.cache, sequences)
         return singles_of(sequences, table_BT, token_ids, _NO_PREV_ROWS), table_BT
 
+    def keep_room_for_tokens(self, count: int) -> None:
+        """Has room for as many kept tokens; call it before `capture`."""
+        if count > len(self.prev_token_B):
+            self.prev_token_B = torch.zeros(count, dtype=torch.int64, device=self.device)
+
     def keep_tokens(self, token_R: Tensor) -> bool:
         """Keeps the tokens of the last pass on the device for the next one. False where there are too many."""
-        if len(token_R) > len(self._prev_token_B):
+        if len(token_R) > len(self.prev_token_B):
             return False
         if self.chosen is None or token_R is not self.chosen[0]:
-            self._prev_token_B[: len(token_R)].copy_(token_R)
+            self.prev_token_B[: len(token_R)].copy_(token_R)
         return True
 
     @torch.inference_mode()
@@ -219,8 +225,7 @@ class ModelRunner:
     def decode_graphs(self, max_num_seqs: int) -> DecodeGraphs:
         """The decode iteration for up to `max_num_seqs` sequences, not captured yet."""
         assert self.kernels is not None
-        if max_num_seqs > len(self._prev_token_B):
-            self._prev_token_B = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
+        self.keep_room_for_tokens(max_num_seqs)
         longest = self.spec.max_context * (2 if self.spec.is_encoder_decoder else 1)
         return DecodeGraphs(
             self.model,
@@ -233,7 +238,7 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_num_blocks=min(num_blocks_for(longest), self.cache.num_blocks),
             encodes=self.spec.is_encoder_decoder,
-            prev_token_B=self._prev_token_B,
+            prev_token_B=self.prev_token_B,
         )
 
     def _forward_both(
@@ -363,7 +368,7 @@ class ModelRunner:
             wanted=wanted,
             pad_to=pad_to,
             prev_rows=prev_rows,
-            prev_token_B=self._prev_token_B,
+            prev_token_B=self.prev_token_B,
         )
 
     def assume_cached(self, sequences: Sequence[SequenceState]) -> None:

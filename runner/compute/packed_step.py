@@ -134,8 +134,8 @@ class PackedStep:
         """`prompts` are whole, in the order of the packing; `singles` is a step of decoding sequences only."""
         self._cache, self._rows, self._singles = cache, rows, singles
         length_N = rows.position_N + 1
-        prompt_N = [length for prompt in prompts for length in [prompt.num_prompt_tokens] * prompt.end]
-        length_N[rows.real] = length_N[rows.real].maximum(torch.tensor(prompt_N, device=length_N.device))
+        prompt_N = np.repeat([prompt.num_prompt_tokens for prompt in prompts], [prompt.end for prompt in prompts])
+        length_N[rows.real] = length_N[rows.real].maximum(to_device(prompt_N, length_N.device))
         self.token_N, self.position_N, self.first_rows = rows.token_N, rows.position_N, rows.first_rows
         self.length_N, self.logit_R = length_N, rows.last_B
         if singles:

@@ -14,6 +14,7 @@ import torch
 from exeplan.core.model import DTYPE_BYTES, FP8, RUN_DTYPES, ModelSpec
 from exeplan.core.quantization import Quantization
 from exeplan.errors import InputError
+from exeplan.kernels import native
 from exeplan.kernels.fp8_linear import multiplies_fp8
 from exeplan.kernels.int4_linear import multiplies_int4
 from exeplan.kernels.int8_linear import multiplies_int8
@@ -59,10 +60,10 @@ def held_bits(how: Quantization, dtype: str, place: torch.device) -> int | None:
 
 
 def holding_remarks(spec: ModelSpec, dtype: str, place: torch.device) -> list[str]:
-    """A sentence on how the weights of a quantized checkpoint are held; none for others."""
+    """A sentence on how the weights of a quantized checkpoint are held; of others, whether CPU kernels are missing."""
     how = spec.quantization
     if how is None:
-        return []
+        return native.remarks(place)
     weights, bits = f"the weights of '{spec.name}' ({how})", held_bits(how, dtype, place)
     weights += " but for latent attention's, which are dequantized," if bits and spec.latent else ""
     if bits == 8:

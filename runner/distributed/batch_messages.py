@@ -1,10 +1,10 @@
 """Batches as messages: what the engine tells its workers of a batch, and the sequences that a worker mirrors.
 
-A sequence is sent whole when its prefill begins; after that a batch names it, with its last token and the number of its
-KV blocks. So a message is short, and every worker of a stage computes the same block tables from it.
+A sequence is sent whole when its prefill begins; after that a batch names it, with the tokens that have become known
+and the number of its KV blocks. So a message is short, and every worker of a stage computes the same block tables.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 import msgspec
@@ -24,11 +24,18 @@ from exeplan.runner.ipc.messages import (
 )
 
 
-def batch_message(number: int, batch: Batch, *, freed: Sequence[str], encoded: Sequence[int] = ()) -> RunBatch:
+def batch_message(
+    number: int,
+    batch: Batch,
+    *,
+    freed: Sequence[str],
+    encoded: Sequence[int] = (),
+    news: Callable[[RequestState], Sequence[int]] = lambda row: (),
+) -> RunBatch:
     """A batch of `RequestState`s as a message.
 
     `freed` are the requests that left or were preempted since the last message, `encoded` the batches whose encoder
-    output has to be taken before this one.
+    output has to be taken before this one, `news` the tokens of a row that its workers have not been told.
     """
     return RunBatch(
         number=number,
@@ -36,7 +43,7 @@ def batch_message(number: int, batch: Batch, *, freed: Sequence[str], encoded: S
         new=[new_sequence(row) for row in beginning(batch)],
         prefill=[PrefillSequence(row.request_id, row.num_blocks) for row in batch.prefill],
         decode=[
-            DecodeSequence(row.request_id, row.num_blocks, row.num_output_tokens, row.token_ids[-1])
+            DecodeSequence(row.request_id, row.num_blocks, row.num_output_tokens, news(row))
             for row in as_requests(batch.decode)
         ],
         chunks=batch.chunks,
@@ -139,9 +146,8 @@ class Mirror:
 
     def _decoding(self, message: DecodeSequence) -> RequestState:
         row = self._granted(message.request_id, message.num_blocks)
-        if message.num_output_tokens > row.num_output_tokens:
-            row.token_ids.append(message.last_token_id)
-            row.num_output_tokens = message.num_output_tokens
+        row.token_ids.extend(message.token_ids)
+        row.num_output_tokens = message.num_output_tokens
         return row
 
 

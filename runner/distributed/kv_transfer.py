@@ -1,13 +1,18 @@
 """KV transfer: keys and values go from the stages that prefill to those that decode, while both compute.
 
-Source: ExeGPT (ASPLOS 2024) section 4.1: through (pinned) host memory, layer by layer, so that neither device waits for
-the other. A prefilling worker keeps no cache: what a layer would store is what it sends. A thread sends it, a few
+Source: ExeGPT (ASPLOS 2024) section 4.1: layer by layer, so that neither device waits for the other; there through
+host memory. A prefilling worker keeps no cache: what a layer would store is what it sends. A thread sends it, a few
 layers in one piece (`exeplan/core/handover.py`), while the next layers compute. A thread of each decoding worker
-receives the pieces and stores them in the rows' blocks, while the worker decodes others; what comes in a pass, before
-the rows have blocks, waits in host memory. The scheduler limits how many requests may be in transfer or waiting.
+receives the pieces and stores them in the rows' blocks, while the worker decodes others. The scheduler limits how many
+requests may be in transfer or waiting.
+
+On GPUs a piece goes from device to device by NCCL, on streams of their own. It is announced through the host once it is
+computed, and received then: a receive that waited on the device would take multiprocessors from the passes. The
+decoding worker's main thread only launches passes there, so that rows have their blocks before anything comes. On CPUs
+pieces go through shared memory on one host, else by gloo, and what comes in a pass, before rows have blocks, waits.
 
 All ends process the pieces of a batch in one order: by the stage that prefills, then layers, sender, receiver. So no
-two of them wait for each other. Between two workers of one host pieces go through shared memory.
+two of them wait for each other.
 
 For encoder-decoder models the encoder's output goes instead: `[N, E]` is far less than keys and values of every decoder
 layer, which the decoding stages compute from it. It waits in host memory until the rows are decoded.
@@ -21,6 +26,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +41,9 @@ from exeplan.core.schedule import Placement, Stage
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.distributed.links import Seat, sources, stage_ranks
 from exeplan.runner.distributed.shared_link import SharedMemoryLink
+
+_ANNOUNCEMENT = torch.zeros(1, dtype=torch.uint8)
+"""Of a piece that a GPU will send."""
 
 
 class Transfer(NamedTuple):
@@ -127,14 +136,28 @@ class PassingCache:
         """There is nothing to free."""
 
 
+Groups = Mapping[tuple[int, int], dist.ProcessGroup]
+"""Of the GPUs of each (sender, receiver)."""
+_NO_GROUPS: Groups = MappingProxyType({})
+
+
 class Wire:
-    """Tensors between this worker and others: through shared memory where there is some, else by torch.distributed."""
+    """Tensors between this worker and others: from GPU to GPU by NCCL; on hosts through shared memory where there is
+    some, else by torch.distributed."""
 
     def __init__(
-        self, rank: int, group: dist.ProcessGroup, shared: Mapping[str, str | None], *, timeout: float
+        self,
+        rank: int,
+        group: dist.ProcessGroup,
+        shared: Mapping[str, str | None],
+        *,
+        timeout: float,
+        devices: Groups = _NO_GROUPS,
     ) -> None:
-        """`shared` names the memory of links between two workers of one host, as `sender-receiver`."""
+        """`group` is one of all hosts; `shared` names the memory of links between two workers of one host, as
+        `sender-receiver`."""
         self._rank, self._group, self._shared, self._timeout = rank, group, shared, timeout
+        self._devices = devices
         self._links: dict[str, SharedMemoryLink] = {}
 
     def attach(self, peers: Iterable[tuple[int, int]]) -> None:
@@ -144,13 +167,21 @@ class Wire:
                 self._links[name] = SharedMemoryLink(path, timeout=self._timeout)
 
     def send(self, x: Tensor, receiver: int) -> None:
-        if link := self._links.get(f"{self._rank}-{receiver}"):
+        """On a GPU in the current stream."""
+        if x.is_cuda:
+            self.send(_ANNOUNCEMENT, receiver)
+            dist.send(x, receiver, group=self._devices[self._rank, receiver])
+        elif link := self._links.get(f"{self._rank}-{receiver}"):
             link.send(x)
         else:
             dist.send(x, receiver, group=self._group)
 
     def receive(self, x: Tensor, sender: int) -> Tensor:
-        """Fills a contiguous tensor."""
+        """Fills a contiguous tensor, on a GPU in the current stream once the host knows that it will come."""
+        if x.is_cuda:
+            self.receive(torch.empty_like(_ANNOUNCEMENT), sender)
+            dist.recv(x, sender, group=self._devices[sender, self._rank])
+            return x
         if link := self._links.get(f"{sender}-{self._rank}"):
             return link.receive(x)
         dist.recv(x, sender, group=self._group)
@@ -205,25 +236,30 @@ class Sender:
     def _run(self) -> None:
         stream = _stream(self._device)
         while True:
-            piece = self._pieces.get()
+            self._send(self._pieces.get(), stream)
+
+    def _send(self, piece: _Piece, stream: "torch.cuda.Stream | None") -> None:
+        """On a GPU in another stream than the pass; the piece is kept until it has been sent."""
+        if piece.ready is not None:
+            piece.ready.synchronize()
+        with _in_stream(stream):
             for transfer in self._transfers:
-                part = self._part(piece, transfer, stream)
+                part = self._part(piece, transfer)
                 if part is not None:
                     self._wire.send(part, transfer.receiver)
+        if stream is not None:
+            _wait_for(stream)
 
-    def _part(self, piece: _Piece, transfer: Transfer, stream: "torch.cuda.Stream | None") -> Tensor | None:
-        """What a receiver gets of a piece, in host memory: on a GPU one copy, in another stream than the pass."""
+    def _part(self, piece: _Piece, transfer: Transfer) -> Tensor | None:
+        """What a receiver gets of a piece, in one copy."""
         if self._spec.is_encoder_decoder:
-            return _on_host(lambda: piece.computed[0].contiguous(), piece.ready, stream)
+            return piece.computed[0].contiguous()
         first, last = _shared_layers(piece.layers, transfer.layers)
         if first >= last:
             return None
-        rows = _rows(self._spec, self._heads, transfer.heads)
         layers = piece.computed[first - piece.layers[0] : last - piece.layers[0]]
-        whole = transfer.heads == self._heads
-        return _on_host(
-            lambda: torch.stack([kv_NMD if whole else kv_NMD[:, rows] for kv_NMD in layers]), piece.ready, stream
-        )
+        tables = self._spec.num_kv_tables
+        return torch.stack([_of_heads(kv_NMD, tables, self._heads, transfer.heads) for kv_NMD in layers])
 
 
 class Expected(NamedTuple):
@@ -241,8 +277,9 @@ class _Arriving:
     """Where its tokens go; negative for one that goes nowhere. None until the rows have blocks."""
     granted: "torch.cuda.Event | None" = None
     """After the passes that may still use those slots, of rows that have left."""
+    has_slots: threading.Event = field(default_factory=threading.Event)
     held: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Pieces that have come before that, by their first layer."""
+    """Pieces that have come before that, by their first layer; on CPUs only."""
     complete: bool = False
     """Whether all have come."""
 
@@ -259,6 +296,8 @@ class Receiver:
         wire.attach((transfer.sender, transfer.receiver) for transfer in self._transfers)
         self._device = runner.device
         self._stream = _stream(self._device)
+        self._stored: torch.cuda.Event | None = None
+        """After what has been stored so far."""
         self._expected: queue.SimpleQueue[Expected] = queue.SimpleQueue()
         self._arriving: dict[int, _Arriving] = {}
         """Batches that have not been received, or have no slots."""
@@ -271,7 +310,7 @@ class Receiver:
         _in_thread(lambda: self._run(on_received), failed, "kv-transfer")
 
     def expect(self, batch: Expected) -> None:
-        """Receives a batch behind those before; any thread may call it. What comes waits in host memory for slots."""
+        """Receives a batch behind those before; any thread may call it. What comes waits for slots."""
         if not self._spec.is_encoder_decoder:
             self._arriving[batch.number] = _Arriving()
         self._expected.put(batch)
@@ -287,14 +326,15 @@ class Receiver:
             batch.held = []
             if batch.complete:
                 del self._arriving[number]
+        batch.has_slots.set()
 
     def drop(self, number: int, first: int, last: int) -> None:
         """Tokens `first` to `last` of a batch go nowhere from now on: their slots may be given to others."""
         with self._lock:
             if (batch := self._arriving.get(number)) and batch.slots is not None:
                 batch.slots[first:last] = -1
-                if self._stream is not None:
-                    torch.cuda.current_stream(self._device).wait_stream(self._stream)
+                if self._stored is not None:
+                    torch.cuda.current_stream(self._device).wait_event(self._stored)
 
     @torch.inference_mode()
     def _run(self, on_received: Callable[[int], None]) -> None:
@@ -309,9 +349,17 @@ class Receiver:
             on_received(batch.number)
 
     def _encoded(self, num_tokens: int) -> Tensor:
-        return self._wire.receive(self._empty(num_tokens, self._spec.hidden_size), self._transfers[0].sender)
+        encoded_NE = self._received((num_tokens, self._spec.hidden_size), self._transfers[0].sender)
+        if self._stream is None:
+            return encoded_NE
+        with _in_stream(self._stream):
+            held_NE = encoded_NE.to("cpu", non_blocking=True)
+        _wait_for(self._stream)
+        return held_NE
 
     def _layers(self, batch: Expected) -> None:
+        if self._stream is not None:  # So that nothing has to be held, for which a GPU has no memory.
+            self._arriving[batch.number].has_slots.wait()
         ranks = stage_ranks(self._placement)
         for stage, senders in zip(self._placement, ranks, strict=True):
             ours = [transfer for transfer in self._transfers if transfer.sender in senders]
@@ -322,7 +370,7 @@ class Receiver:
                 if first < last:
                     self._store(batch.number, first, self._piece(ours, last - first, batch.num_tokens))
         if self._stream is not None:
-            self._stream.synchronize()
+            _wait_for(self._stream)
         with self._lock:
             arrived = self._arriving[batch.number]
             arrived.complete = True
@@ -333,19 +381,28 @@ class Receiver:
         """Some layers of a batch, `[L, N, TK, D]`, of all heads of this worker."""
         tables = self._spec.num_kv_tables
         width = self._spec.kv_width // self._spec.num_kv_shares // tables
-        whole = self._empty(num_layers, num_tokens, tables * len(self._heads), width)
-        if len(ours) == 1:
-            return self._wire.receive(whole, ours[0].sender)
-        for transfer in ours:
-            part = self._empty(num_layers, num_tokens, tables * len(transfer.heads), width)
-            rows = _rows(self._spec, self._heads, transfer.heads)
-            whole[:, :, rows] = self._wire.receive(part, transfer.sender)
-        return whole
+        ours = sorted(ours, key=lambda transfer: transfer.sender)
+        parts = [
+            self._received((num_layers, num_tokens, tables, len(transfer.heads), width), transfer.sender)
+            for transfer in ours
+        ]
+        by_heads = [parts[number] for number in sorted(range(len(ours)), key=lambda number: ours[number].heads)]
+        with _in_stream(self._stream):
+            whole = parts[0] if len(parts) == 1 else torch.cat(by_heads, 3)
+            return whole.flatten(2, 3)
+
+    def _received(self, shape: tuple[int, ...], sender: int) -> Tensor:
+        """A tensor that has arrived."""
+        with _in_stream(self._stream):
+            x = self._wire.receive(torch.empty(shape, dtype=self._dtype, device=self._device), sender)
+        if self._stream is not None:
+            _wait_for(self._stream)
+        return x
 
     def _store(self, number: int, layer: int, kv_LNMD: Tensor) -> None:
         """Into the cache, from layer `layer` of the model on, with one copy and one launch; or holds it."""
         layer -= self._stage.layers[0]
-        with self._lock, torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+        with self._lock, _in_stream(self._stream):
             batch = self._arriving[number]
             if batch.slots is None:
                 batch.held.append((layer, kv_LNMD))
@@ -353,15 +410,14 @@ class Receiver:
                 if batch.granted is not None and self._stream is not None:
                     self._stream.wait_event(batch.granted)
                 self._runner.cache.store_layers(layer, batch.slots, kv_LNMD)
-
-    def _empty(self, *shape: int) -> Tensor:
-        """A GPU copies from pinned memory without the CPU."""
-        return torch.empty(shape, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+                if self._stream is not None:
+                    self._stored = self._stream.record_event()
 
 
-def _rows(spec: ModelSpec, held: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """Where the keys and values of some heads are among a shard's: all keys stand before all values."""
-    return [table * len(held) + held.index(head) for table in range(spec.num_kv_tables) for head in chosen]
+def _of_heads(kv_NMD: Tensor, num_tables: int, held: Sequence[int], chosen: Sequence[int]) -> Tensor:
+    """Of some adjacent heads among a shard's `[N, T, K, D]`: all keys stand before all values."""
+    first = held.index(chosen[0])
+    return kv_NMD.view(len(kv_NMD), num_tables, len(held), -1)[:, :, first : first + len(chosen)]
 
 
 def _shared_layers(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
@@ -376,23 +432,20 @@ def _recorded(device: torch.device) -> "torch.cuda.Event | None":
     """On a GPU, what its current stream has been given so far."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has none
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch has none
     event.record(torch.cuda.current_stream(device))
     return event
 
 
-def _on_host(
-    made: Callable[[], Tensor], computed: "torch.cuda.Event | None", stream: "torch.cuda.Stream | None"
-) -> Tensor:
-    """What `made` makes of what was computed, on a GPU in `stream` and copied to pinned memory."""
-    if computed is None or stream is None:
-        return made()
-    with torch.cuda.stream(stream):
-        stream.wait_event(computed)
-        part = made()
-        host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
-        stream.synchronize()
-    return host
+def _in_stream(stream: "torch.cuda.Stream | None") -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _wait_for(stream: "torch.cuda.Stream") -> None:
+    """Sleeps until it has done what it has been given so far; `Stream.synchronize` would keep a core busy."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch has none
+    event.record(stream)
+    event.synchronize()
 
 
 def _in_thread(run: Callable[[], Any], failed: Callable[[BaseException], None], name: str) -> None:

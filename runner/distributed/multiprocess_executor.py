@@ -2,7 +2,8 @@
 
 Every batch goes to all workers of its phase in one message, so that none waits for another's kernels to learn what is
 next (ORCA, section 4.1); hidden states go from worker to worker without passing here. A stage reports when it has run a
-batch: the first one is free then, the last one has tokens.
+batch: the first one is free then, the last one has tokens. On GPUs a batch may be sent while the first stage runs
+another and before the tokens that it continues are known (`fed_tokens.py`).
 A worker that dies is noticed by its closed channel, one that hangs by a batch that takes longer than the deadline.
 """
 
@@ -10,6 +11,7 @@ import contextlib
 import logging
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -30,11 +32,12 @@ from exeplan.runner.distributed.batch_messages import (
     region_message,
     tokens_from,
 )
+from exeplan.runner.distributed.fed_tokens import most_fed, most_in_flight
 from exeplan.runner.distributed.launcher import Launcher, LocalLauncher
 from exeplan.runner.distributed.links import stage_ranks
 from exeplan.runner.distributed.worker_group import Report, WorkerGroup, WorkerLoadError
 from exeplan.runner.distributed.worker_reference import WorkerReferencePasses
-from exeplan.runner.engine.executor import BatchDone, DeviceLostError, KVArrived, WorkerError
+from exeplan.runner.engine.executor import BatchDone, DeviceLostError, KVArrived, WorkerError, sampled_requests
 from exeplan.runner.engine.kv_regions import KVRegion
 from exeplan.runner.engine.requests import RequestState
 from exeplan.runner.engine.timeline import TimelineFile
@@ -61,6 +64,8 @@ _LONG_LIFE_SECONDS = 10.0
 _LATE_SECONDS = 5.0
 _COPY_SECONDS = 60.0
 """At least, for keys and values of all requests to or from host memory."""
+_DEPTH = 2
+"""Batches that may be sent to a first stage of GPUs: one runs, one is queued behind it."""
 _Done = TypeVar("_Done", KVSaved, KVRestored, ReferenceRan)
 
 
@@ -74,12 +79,14 @@ class _InFlight:
     """Those that have not reported it; the last one may do so before the others."""
     awaiting: set[int]
     """Decoding ranks that have not received the batch's keys and values."""
+    may_be_followed: bool
+    """Whether its tokens are kept on the devices, so that another batch can continue them."""
+    done: bool = False
+    """Whether its last stage has reported it."""
 
 
 class MultiprocessExecutor:
     """Runs batches on the workers of one generation, until one of them is lost."""
-
-    async_scheduling = False
 
     def __init__(
         self,
@@ -98,6 +105,9 @@ class MultiprocessExecutor:
         self._launcher, self._on_progress = launcher or LocalLauncher(), on_progress
         self.spec, self._setup = spec, setup
         self._deadline, self._timeline, self._on_loss = setup.deadline_seconds, timeline, on_loss
+        self.async_scheduling = setup.engine.device == "cuda"
+        """A CPU computes when it is asked to, and its worker has the tokens as soon as the engine."""
+        self._most_fed = most_fed(setup.schedule)
         placement = setup.placement
         self.phases = tuple(sorted({stage.phase for stage in placement}))
         ranks = stage_ranks(placement)
@@ -114,8 +124,8 @@ class MultiprocessExecutor:
         self._failed_starts, self._began = 0, time.monotonic()
         self.kv_budget: KVBudget | None = None
         self._group: WorkerGroup | None = None
-        self._encoded: list[int] = []
-        """Prefills whose encoder output all stages have to take before they decode."""
+        self._encoded: dict[int, Batch] = {}
+        """Prefills whose encoder output all stages have to take before they decode these rows, by number."""
         self._reset()
         self._begin()
 
@@ -132,15 +142,22 @@ class MultiprocessExecutor:
         return bool(self._in_flight) or not self._reports.empty()
 
     def accepts(self, phase: str) -> bool:
-        return phase not in self._busy
+        queued = self._queued.get(phase, ())
+        if not (self.async_scheduling and queued):
+            return not queued
+        running = [entry for entry in self._in_flight.values() if entry.batch.phase == phase and not entry.done]
+        most = most_in_flight(len(self._stages[phase]), self._setup.schedule.num_micro_batches)
+        return len(queued) < _DEPTH and len(running) < most and all(entry.may_be_followed for entry in running)
 
     def start(self, batch: Batch) -> None:
         assert self._group is not None
         self._number += 1
         receiving = "decode" if batch.phase == "prefill" else None
         self._note_preempted()
-        encoded, self._encoded = self._encoded, []
-        message = batch_message(self._number, batch, freed=self._flush(batch.phase), encoded=encoded)
+        encoded = self._due_encoded(batch)
+        message = batch_message(
+            self._number, batch, freed=self._flush(batch.phase), encoded=encoded, news=self._told_now
+        )
         self._group.send(self._ranks[batch.phase], message)
         awaiting: set[int] = set()
         if receiving:
@@ -149,9 +166,12 @@ class MultiprocessExecutor:
             expect = ExpectKV(number=self._number, freed=self._flush(receiving), new=new)
             self._group.send(self._ranks[receiving], expect)
         stages = set(self._stages[batch.phase])
-        self._in_flight[self._number] = _InFlight(batch, time.monotonic() + self._deadline, stages, awaiting)
-        self._busy[batch.phase] = self._number
-        self._resident.update((row.request_id, row) for row in beginning(batch))
+        few = len(sampled_requests(batch, self.spec)) <= self._most_fed
+        self._in_flight[self._number] = _InFlight(batch, time.monotonic() + self._deadline, stages, awaiting, few)
+        self._queued.setdefault(batch.phase, deque()).append(self._number)
+        self._hold(beginning(batch))
+        if batch.prefill and self.spec.is_encoder_decoder and not batch.phase:
+            self._encoded[self._number] = batch
 
     def results(self) -> Sequence[BatchDone | KVArrived]:
         found: list[BatchDone | KVArrived] = []
@@ -166,12 +186,13 @@ class MultiprocessExecutor:
 
     def release(self, request_id: str) -> None:
         if self._resident.pop(request_id, None):
+            del self._told[request_id]
             for freed in self._freed.values():
                 freed.append(request_id)
 
     def save(self, path: str, regions: Sequence[KVRegion]) -> Sequence[int]:
         self._note_preempted()
-        encoded, self._encoded = self._encoded, []
+        encoded, self._encoded = list(self._encoded), {}
         placed = [region_message(region) for region in regions]
         command = SaveKV(freed=self._flush(self.phases[0]), path=path, regions=placed, encoded=encoded)
         saved = self._gather(self._ranks[self.phases[0]], command, KVSaved)
@@ -179,7 +200,7 @@ class MultiprocessExecutor:
 
     def restore(self, path: str, regions: Sequence[KVRegion]) -> None:
         rows = [region.request for region in regions]
-        self._resident.update((row.request_id, row) for row in rows)
+        self._hold(rows)
         new = [new_sequence(row) for row in rows]
         placed = [region_message(region) for region in regions]
         command = RestoreKV(freed=self._flush(self.phases[0]), path=path, regions=placed, new=new)
@@ -223,9 +244,11 @@ class MultiprocessExecutor:
     def _reset(self) -> None:
         self._number = 0
         self._in_flight: dict[int, _InFlight] = {}
-        self._busy: dict[str, int] = {}
-        """The batch that the first stage of a phase runs."""
+        self._queued: dict[str, deque[int]] = {}
+        """By phase: batches that its first stage runs, or that wait for it."""
         self._resident: dict[str, RequestState] = {}
+        self._told: dict[str, int] = {}
+        """By request: tokens that its workers know."""
         self._freed: dict[str, list[str]] = {phase: [] for phase in self.phases}
         """By phase: requests that its workers are to forget with the next message."""
         self._encoded.clear()
@@ -321,12 +344,13 @@ class MultiprocessExecutor:
         stages = self._stages[batch.phase]
         entry.stages.discard(stage)
         if stage == stages[0]:
-            del self._busy[batch.phase]
+            self._queued[batch.phase].remove(number)
+            for waiting in self._queued[batch.phase]:
+                self._in_flight[waiting].deadline = entry.deadline
         if stage == stages[-1]:
             self._failed_starts = 0
+            entry.done = True
             found.append(BatchDone(batch, tokens_from(ran.tokens)))
-            if batch.prefill and self.spec.is_encoder_decoder and not batch.phase:
-                self._encoded.append(number)
         self._settle(number, entry, found)
 
     def _take_arrival(self, number: int, rank: int, found: list[BatchDone | KVArrived]) -> None:
@@ -343,6 +367,28 @@ class MultiprocessExecutor:
     def _note_preempted(self) -> None:
         for request_id in [name for name, row in self._resident.items() if not row.num_blocks]:
             self.release(request_id)
+
+    def _hold(self, rows: Sequence[RequestState]) -> None:
+        """Rows that are sent whole."""
+        for row in rows:
+            self._resident[row.request_id], self._told[row.request_id] = row, len(row.token_ids)
+
+    def _told_now(self, row: RequestState) -> Sequence[int]:
+        """The tokens of a row that its workers have not been told, and are told with the next message."""
+        news = row.token_ids[self._told[row.request_id] :]
+        self._told[row.request_id] = len(row.token_ids)
+        return news
+
+    def _due_encoded(self, batch: Batch) -> list[int]:
+        """Prefills whose encoder output is taken before this batch: of rows that it decodes, and what the last stage
+        has made already; in their order, as it sends them."""
+        decoded = {id(row) for row in batch.decode}
+        made = [number for number in self._encoded if number not in self._in_flight or self._in_flight[number].done]
+        needed = [n for n, other in self._encoded.items() if any(id(row) in decoded for row in other.prefill)]
+        due = [number for number in self._encoded if number <= max([0, *made, *needed])]
+        for number in due:
+            del self._encoded[number]
+        return due
 
     def _flush(self, phase: str) -> list[str]:
         freed, self._freed[phase] = self._freed[phase], []

@@ -43,8 +43,9 @@ from exeplan.runner.compute.structures import Masks, Structures
 from exeplan.runner.compute.warm_up import warm_up_runner
 from exeplan.runner.distributed.batch_messages import Mirror, token_messages
 from exeplan.runner.distributed.completion import Completion
-from exeplan.runner.distributed.kv_transfer import Expected, PassingCache, Receiver, Sender, Wire
-from exeplan.runner.distributed.links import HiddenLinks, connect, neighbours, seat_of, tensor_parallel_group
+from exeplan.runner.distributed.fed_tokens import FedTokens
+from exeplan.runner.distributed.kv_transfer import Expected, PassingCache, Receiver, Sender, Wire, transfer_pairs
+from exeplan.runner.distributed.links import HiddenLinks, Seat, connect, neighbours, seat_of, tensor_parallel_group
 from exeplan.runner.engine.executor import sampled_requests
 from exeplan.runner.engine.kv_regions import restore_regions, save_regions
 from exeplan.runner.engine.reported_prompts import Whole, keep_parts, reported, with_prompts
@@ -216,6 +217,12 @@ class Worker:
             timeout=timeout,
             encodes=self._spec.is_encoder_decoder,
         )
+        # All groups are made before the memory is measured: NCCL takes some for each.
+        self._fed: FedTokens | None = None
+        """Where the next batch is launched before the tokens of this one are known."""
+        if self._runner.kernels is not None:
+            self._fed = FedTokens(placement, seat, setup.schedule, self._runner, group)
+        wire = self._wire(command, seat) if stage.phase else None
         self.capacity: KVCapacity | None = None
         if stage.phase != "prefill" and (
             budget := measure_kv_budget(self._runner, setup.schedule, setup.gpu_memory_utilization)
@@ -237,10 +244,7 @@ class Worker:
         """The last batch of these; what was received of later ones waits for their turn."""
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        if stage.phase:
-            gloo = dist.new_group(range(num_ranks), backend="gloo")
-            assert isinstance(gloo, dist.ProcessGroup)
-            wire = Wire(seat.rank, gloo, command.links, timeout=timeout)
+        if wire:
             if stage.phase == "prefill":
                 self._sender = Sender(self._spec, placement, seat, wire, device)
                 # No rank expects keys and values of the warm-up.
@@ -253,6 +257,15 @@ class Worker:
         if self._sender:
             self._runner.use_cache(cast(KVCache, PassingCache(device, self._sender.put_layer)))
             self._sender.start(reports.fail)
+
+    def _wire(self, command: WorkerSetup, seat: Seat) -> Wire:
+        """Between stages that prefill and stages that decode."""
+        setup, placement = command.setup, command.setup.placement
+        gloo = dist.new_group(range(sum(stage.tensor_parallel_size for stage in placement)), backend="gloo")
+        assert isinstance(gloo, dist.ProcessGroup)
+        pairs = sorted(transfer_pairs(self._spec, placement)) if self._runner.device.type == "cuda" else ()
+        devices = {pair: cast(dist.ProcessGroup, dist.new_group(pair)) for pair in pairs}
+        return Wire(seat.rank, gloo, command.links, timeout=setup.deadline_seconds, devices=devices)
 
     @torch.inference_mode()
     def take(self, command: WorkerCommand) -> None:
@@ -280,17 +293,23 @@ class Worker:
         self._take_outstanding(command.encoded, as_requests(batch.decode))
         rows = as_requests(batch.prefill + batch.decode)
         hidden_NE = self._links.receive(self._runner.num_tokens(batch))
+        prev_rows = self._fed.prev_rows(rows) if self._fed else {}
         begun = self._completion.begin()
         chooses = self._last and self._leads
-        sampled = sampled_requests(batch, self._spec) if chooses else ()
-        masks = self._structures.begin(sampled)
+        sampled = sampled_requests(batch, self._spec)
+        masks = self._structures.begin(sampled if chooses else ())
         token_ids = {row.request_id: row.token_ids for row in rows}
-        out = self._runner.forward(batch, token_ids, hidden_NE, reported=reported(batch))
+        out = self._runner.forward(batch, token_ids, hidden_NE, prev_rows=prev_rows, reported=reported(batch))
         tokens: Callable[[], list[SampledTokenOf]] = list
+        token_R: Tensor | None = None
         if chooses:
-            tokens = self._choose(out, sampled, masks(), keep_parts(batch, self._runner.prompt_parts))
+            tokens, token_R = self._choose(out, sampled, masks(), keep_parts(batch, self._runner.prompt_parts))
         elif not self._last:
             self._links.send(out)
+        elif self._runner.chosen is not None and all(row.plain for row in sampled):
+            token_R = self._runner.chosen[0]
+        if self._fed:
+            self._fed.pass_on(sampled, token_R)
         self._pass_on(command.number, batch)
         if self._leads:
             self._completion.end(
@@ -302,17 +321,20 @@ class Worker:
 
     def _choose(
         self, logits_RV: Tensor, rows: tuple[RequestState, ...], masks: Masks, prompts: Whole
-    ) -> Callable[[], list[SampledTokenOf]]:
-        """A token for each row. Where kernels run, the device is waited for only when the tokens are asked for."""
+    ) -> tuple[Callable[[], list[SampledTokenOf]], Tensor | None]:
+        """A token for each row. Where kernels run, the device is waited for only when the tokens are asked for; there
+        the tokens on the device, too."""
         names = [row.request_id for row in rows]
         if self._runner.kernels is None:
             sampled = sample(logits_RV, rows, masks)
-            return lambda: token_messages(with_prompts(dict(zip(names, sampled, strict=True)), prompts))
+            return lambda: token_messages(with_prompts(dict(zip(names, sampled, strict=True)), prompts)), None
         if self._runner.chosen is not None and all(row.plain for row in rows):  # A graph has chosen them.
             picked = DeviceSamples(*self._runner.chosen, None)
         else:
-            picked = sample_on_device(logits_RV, rows, self._runner.kernels, masks=masks)
-        return lambda: token_messages(with_prompts(dict(zip(names, picked.to_host(), strict=True)), prompts))
+            positions = [row.num_output_tokens for row in rows]
+            picked = sample_on_device(logits_RV, rows, self._runner.kernels, positions=positions, masks=masks)
+        found = lambda: token_messages(with_prompts(dict(zip(names, picked.to_host(), strict=True)), prompts))  # noqa: E731
+        return found, picked.token_R
 
     def _pass_on(self, number: int, batch: Batch) -> None:
         """What a prefill leaves for later: an encoder's output for all stages."""

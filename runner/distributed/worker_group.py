@@ -196,8 +196,8 @@ class WorkerGroup:
         return paths
 
     def _shared_links(self) -> dict[str, str | None]:
-        """Memory for what two workers on one host send each other from host memory, by their ranks: hidden states of
-        CPUs; keys and values of any device, which leave a GPU through pinned memory.
+        """Memory for what two workers on one host send each other from host memory, by their ranks: hidden states, and
+        keys and values of CPUs; announcements of those that GPUs send.
         """
         from exeplan.runner.distributed.kv_transfer import transfer_pairs
         from exeplan.runner.distributed.links import hidden_pairs

@@ -2,10 +2,12 @@
 
 One step: where the first stage of a phase is free, the scheduler chooses a batch and the executor computes it. The
 tokens that come back are appended and delivered, and finished requests leave with their blocks. With async scheduling a
-batch counts as run once it is started, and the next one is scheduled meanwhile: a request that ends by its number of
-tokens is known beforehand, one that ends otherwise is computed once more, for nothing. A request that is preempted, or
-whose workers died, is recomputed from its tokens so far, none of which is delivered twice; a request that fails does
-not affect others.
+batch counts as run before its tokens are known, and the next one is scheduled meanwhile: a request that ends by its
+number of tokens is known beforehand, one that ends otherwise is computed once more, for nothing. Batches count as run
+in the order in which they were started, so that one fewer than there are stages are in flight when the next is
+scheduled, as on a pipeline whose stages take equally long: policies see what they see in the replay.
+A request that is preempted, or whose workers died, is recomputed from its tokens so far, none of which is delivered
+twice; a request that fails does not affect others.
 Not here: threads, queues and HTTP (`runner/engine_process`, `runner/server`), which request comes next
 (`exeplan.policies`), and the devices (`executor`).
 """
@@ -112,6 +114,10 @@ class Engine:
         self._scheduler = self._same_scheduler()
         self._begun: dict[int, tuple[Batch, StepRecord]] = {}
         """Running batches by identity, the oldest first."""
+        self._uncounted: dict[str, deque[Batch]] = {}
+        """With async scheduling, by phase: running batches that do not count as run yet, the oldest first."""
+        self._queued: deque[Batch] = deque()
+        """With async scheduling: started batches that wait for their first stage."""
         self._left: deque[RequestLengths] = deque(maxlen=MOST_KEPT)
         self._due: list[Output] = []
         """Outputs not returned yet: they survive a worker crash and a refused schedule."""
@@ -171,7 +177,7 @@ class Engine:
         self.last_steps = ()
         self._due += self._expire()
         for phase in self._executor.phases:
-            while self._executor.accepts(phase) and self._may_schedule and (batch := self._scheduler.next_batch(phase)):
+            while self._executor.accepts(phase) and (batch := self._next_batch(phase)):
                 self._start(batch)
         if self._executor.pending:
             self._due += self._results()
@@ -255,16 +261,22 @@ class Engine:
         self._executor.restart()
         before, self._scheduler = self._scheduler, self._same_scheduler()
         self._begun.clear()
+        self._uncounted.clear()
+        self._queued.clear()
         outputs = []
-        for request in as_requests(before.running):
+        queued = {id(request) for request in (*before.running, *before.waiting)}
+        # A request whose last token is launched has left the scheduler, and has to produce it again.
+        launched = [one for one in self._requests.values() if id(one) not in queued]
+        for request in (*launched, *as_requests(before.running)):
             request.crashes += 1
             request.preemptions += 1  # It has begun: a deadline to begin by is of the past.
-            if request.finished:
+            request.num_output_tokens, request.finished = request.num_delivered, request.ended
+            if request.ended:
                 del self._requests[request.request_id]
             elif request.crashes >= MAX_CRASHES:
                 del self._requests[request.request_id]
                 outputs.append(output_of(request, self._clock(), reason="lost"))
-        for request in as_requests([*before.running, *before.waiting]):
+        for request in as_requests([*launched, *before.running, *before.waiting]):
             if request.request_id in self._requests:
                 request.num_blocks = request.num_computed_tokens = request.group = 0
                 request.in_flight = False
@@ -341,17 +353,32 @@ class Engine:
             request.start, num_prompt_tokens, request.num_delivered, request.ended, now - request.start
         )
 
+    def _next_batch(self, phase: str) -> Batch | None:
+        """What is scheduled next; where nothing else can run, the oldest running batches count as run for it."""
+        uncounted = self._uncounted.setdefault(phase, deque())
+        while not self._lacks_tokens:
+            if (batch := self._scheduler.next_batch(phase)) or not uncounted:
+                return batch
+            self._count_as_run(uncounted.popleft())
+        return None
+
     @property
-    def _may_schedule(self) -> bool:
-        """False while tokens are unknown that the next batch may need: to recompute a preempted request, or to penalise
-        tokens of the output."""
+    def _lacks_tokens(self) -> bool:
+        """Whether tokens are unknown that the next batch may need: to recompute a preempted request, or to penalise
+        tokens of the output. Nor does a request go two tokens ahead of those that are known."""
         if not (self._executor.async_scheduling and self._begun):
-            return True
-        return not (self._scheduler.is_short or needs_tokens(as_requests(self._scheduler.running)))
+            return False
+        idle = [one for one in as_requests(self._scheduler.running) if not one.in_flight and one.num_unknown]
+        if not idle:
+            return False
+        return self._scheduler.is_short or needs_tokens(idle) or any(one.num_unknown > 1 for one in idle)
 
     def _start(self, batch: Batch) -> None:
         start = self._clock()
-        if not (self._executor.async_scheduling and self._begun):
+        running = sum(other.phase == batch.phase for other, _ in self._begun.values())
+        if self._executor.async_scheduling and running >= self._num_stages(batch.phase):
+            self._queued.append(batch)
+        else:
             _note_start(batch, start)
         context_tokens = sum(request.num_tokens for request in batch.decode)
         counts = (len(batch.prefill), len(batch.decode), batch.num_new_tokens, context_tokens)
@@ -360,8 +387,17 @@ class Engine:
             self.on_begin(begun, start)
         self._executor.start(batch)
         if self._executor.async_scheduling:
-            self._count(batch)
-            self._dismiss(self._scheduler.complete(batch))
+            uncounted = self._uncounted[batch.phase]
+            uncounted.append(batch)
+            while len(uncounted) >= self._num_stages(batch.phase):
+                self._count_as_run(uncounted.popleft())
+
+    def _num_stages(self, phase: str) -> int:
+        return self._executor.num_prefill_stages if phase == "prefill" else self._executor.num_decode_stages
+
+    def _count_as_run(self, batch: Batch) -> None:
+        self._count(batch)
+        self._dismiss(self._scheduler.complete(batch))
 
     def _finish(self, done: BatchDone) -> list[Output]:
         """Delivers the tokens of a batch that has run. A request that was dropped meanwhile gets none."""
@@ -370,7 +406,10 @@ class Engine:
         self.last_steps += (replace(self._begun.pop(id(batch))[1], end=end),)
         self._scheduler.took(batch, end - self.last_steps[-1].start)
         if self._executor.async_scheduling:
-            self._begin_next(end)
+            uncounted = self._uncounted[batch.phase]
+            while any(other is batch for other in uncounted):
+                self._count_as_run(uncounted.popleft())
+            self._begin_queued(batch.phase, end)
         else:
             self._count(batch)
         outputs = [
@@ -382,11 +421,12 @@ class Engine:
             self._dismiss(self._scheduler.complete(batch))
         return outputs
 
-    def _begin_next(self, now: float) -> None:
-        """The batch that was queued behind the finished one begins now."""
-        for key, (batch, record) in list(self._begun.items())[:1]:
+    def _begin_queued(self, phase: str, now: float) -> None:
+        """The oldest batch that waited for its first stage begins now."""
+        if batch := next((one for one in self._queued if one.phase == phase), None):
+            self._queued.remove(batch)
             _note_start(batch, now)
-            self._begun[key] = batch, replace(record, start=now)
+            self._begun[id(batch)] = batch, replace(self._begun[id(batch)][1], start=now)
 
     def _count(self, batch: Batch) -> None:
         """Counts one more token for each request that a batch samples; a request is finished with its last."""

@@ -98,6 +98,11 @@ class RequestState(ClientSequence):
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_unknown(self) -> int:
+        """Output tokens that have been launched and are not known yet."""
+        return self.num_output_tokens - self.num_delivered
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 

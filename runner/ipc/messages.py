@@ -591,7 +591,8 @@ class DecodeSequence(Record, frozen=True):
     request_id: str
     num_blocks: int
     num_output_tokens: int
-    last_token_id: int
+    """Including a last one that may be on the devices only."""
+    token_ids: Sequence[int]
 
 
 class KVRegionOf(Record, frozen=True):

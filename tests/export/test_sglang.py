@@ -58,6 +58,7 @@ def test_round_robin_allocation_is_sglangs_own() -> None:
         "--prefill-max-requests": "8",
         "--prefill-decode-interval": "24",
         "--max-prefill-tokens": "16384",
+        "--host": "0.0.0.0",
         "--mem-fraction-static": "0.9",
         "--max-total-tokens": "400000",
         "--disable-radix-cache": "",

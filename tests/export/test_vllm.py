@@ -248,8 +248,8 @@ APART = tuple(Stage(devices=(n,), layers=(0, 80), phase=phase) for n, phase in e
             {"placement": (Stage(devices=(0, 1), layers=(0, 40)), Stage(devices=(2,), layers=(40, 80)))},
             "one tensor-parallel size for all stages",
         ),
-        ({"placement": APART}, "stages that only prefill"),
-        ({"placement": (Stage(devices=tuple(range(4, 12)), layers=(0, 80)),)}, "pipeline is on 2 hosts"),
+        ({"placement": APART}, "vLLM cannot schedule as 'chunked' does; plan again with --policy waa-c or waa-m"),
+        ({"placement": (Stage(devices=tuple(range(4, 12)), layers=(0, 80)),)}, "unequal parts on its 2 hosts"),
     ],
 )  # fmt: skip
 def test_what_vllm_cannot_run_is_refused(changes: dict[str, object], message: str) -> None:

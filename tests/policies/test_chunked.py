@@ -97,9 +97,21 @@ def test_more_rows_than_tokens_a_pass_are_refused() -> None:
 
 
 def test_a_point_of_the_search_has_no_more_slots_than_tokens() -> None:
-    workload = workload_of(np.array([10]), np.array([10]))
+    workload = workload_of(np.array([10]), np.array([1000]))
     point = {"max_num_seqs": 500, "max_num_batched_tokens": 64, "micro_batches": 2}
     assert chunked.schedule(point, workload).variables == {**point, "max_num_seqs": 128}
+
+
+@pytest.mark.parametrize("budget", [128, 300, 2048])
+def test_slots_that_full_passes_leave_empty_are_not_searched(budget: int) -> None:
+    rng = np.random.default_rng(1)
+    workload = workload_of(lognormal(rng, 150, 0.6, 900), lognormal(rng, 12, 0.5, 60))
+    point = {"max_num_seqs": budget, "max_num_batched_tokens": budget}
+    slots, steps = chunked.schedule(point, workload)["max_num_seqs"], workload.mean_output + 1
+    assert slots < budget / 2
+    for passes_of in (chunk_passes, whole_passes):
+        few, many = (passes_of(workload.input_law, steps, count, budget) for count in (float(slots), float(budget)))
+        assert few.completed == pytest.approx(many.completed, rel=1e-3)
 
 
 @given(data=st.data())

@@ -228,5 +228,5 @@ def test_each_rank_has_room_for_the_spread_of_its_own_requests() -> None:
         workload_of(np.random.default_rng(3)),
         cost_of(Sharding(1, 4, 4)),
     )
-    plain = replace(steady, num_ranks=1)
+    plain = replace(steady, num_caches=1)
     assert steady.kv_tokens - plain.kv_tokens == pytest.approx(3 * steady.cycle.kv_tokens_std)

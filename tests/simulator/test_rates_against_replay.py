@@ -118,6 +118,19 @@ def test_times_at_a_rate_are_the_replays(
     assert found.percentiles["p95-ttft"] == pytest.approx(real["p95"], rel=0.25)
 
 
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_turbo_takes_those_of_like_lengths_and_leaves_others_waiting(load: float, profile: Profile, runs: Runs) -> None:
+    """Its waits are 16 % too long at most where all that wait were let in, which is 60 % too short."""
+    problem = problem_of(profile, 1, apart=False)
+    schedule = Schedule("turbo", {"batch_size": 16, "overhead_tokens": 64})
+    rate = load * steady_state(schedule, problem.workload, problem.cost).throughput
+    found = replace(problem, arrivals=Arrivals(rate=rate)).estimate(schedule)
+    seen = [summarized(problem, run_of(runs, problem, schedule, load, seed)) for seed in range(2)]
+    assert found.ttft == pytest.approx(np.mean([one.ttft for one in seen]), rel=0.25)
+    assert found.tpot == pytest.approx(np.mean([one.tpot for one in seen]), rel=0.05)
+    assert found.latency == pytest.approx(np.mean([one.latency for one in seen]), rel=0.2)
+
+
 @pytest.mark.parametrize(("schedule", "count"), CASES, ids=[f"{schedule} {count}" for schedule, count in CASES])
 def test_the_kv_cache_at_a_rate_is_the_replays_and_not_that_of_full_batches(
     schedule: Schedule, count: int, profile: Profile, runs: Runs

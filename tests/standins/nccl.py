@@ -26,7 +26,7 @@ from exeplan.runner.distributed.worker import Commands, Reports, Worker
 from exeplan.runner.ipc.frames import frame
 from exeplan.runner.ipc.messages import WORKER_COMMANDS, WorkerReady
 
-from .streams import Clock, DeviceTensor, Machine, joined, known_to_thread
+from .streams import Clock, DeviceTensor, Machine, grains, joined, known_to_thread
 
 _MISSING = object()
 
@@ -59,11 +59,17 @@ class Handle:
 
 
 class Work:
-    def __init__(self, fabric: "Fabric", operation: Operation) -> None:
-        self._fabric, self._operation = fabric, operation
+    """A send or a receive: on a GPU on the communicator's own stream, which the current one waits for by `wait`."""
+
+    def __init__(self, fabric: "Fabric", operation: Operation, stream: Any = None) -> None:
+        self._fabric, self._operation, self._stream = fabric, operation, stream
 
     def wait(self) -> None:
-        self._fabric.wait(self._operation)
+        found = self._fabric.wait(self._operation)
+        if self._operation.kind == "receive":
+            self._operation.values.copy_(found)
+        if self._stream is not None:
+            self._stream.machine.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 class Fabric:
@@ -83,6 +89,8 @@ class Fabric:
         self._local = threading.local()
         self._groups: list[tuple[tuple[int, ...], str]] = []
         self._made: dict[int, int] = defaultdict(int)
+        self._streams: dict[Any, Any] = {}
+        """By communicator and rank."""
 
     # Groups.
 
@@ -129,27 +137,38 @@ class Fabric:
         _launched(kind, run, x)
 
     def isend(self, x: Tensor, dst: int, group: Handle | None = None) -> Work:
-        group, made = group or self._local.whole, []
+        group = group or self._local.whole
+        return self._transfer("send", x, group, (group.rank, dst))
 
-        def run() -> None:
-            made.append(Operation("send", group.rank, _noted(x, write=False)))
-
-        _launched("send", run, x)
-        self._put(self._pair(group, group.rank, dst), (group.rank, dst), made[0])
-        return Work(self, made[0])
+    def irecv(self, x: Tensor, src: int, group: Handle | None = None) -> Work:
+        group = group or self._local.whole
+        return self._transfer("receive", x, group, (src, group.rank))
 
     def send(self, x: Tensor, dst: int, group: Handle | None = None) -> None:
         self.isend(x, dst, group).wait()
 
     def recv(self, x: Tensor, src: int, group: Handle | None = None) -> None:
-        group = group or self._local.whole
+        self.irecv(x, src, group).wait()
+
+    def _transfer(self, kind: str, x: Tensor, group: Handle, pair: tuple[int, int]) -> Work:
+        made: list[Operation] = []
+        communicator, stream = self._pair(group, *pair), None
 
         def run() -> None:
-            operation = Operation("receive", group.rank, _noted(x, write=True))
-            self._put(self._pair(group, src, group.rank), (src, group.rank), operation)
-            operation.values.copy_(self.wait(operation))
+            made.append(Operation(kind, group.rank, _noted(x, write=kind == "receive")))
 
-        _launched("receive", run, x)
+        if isinstance(x, DeviceTensor):
+            machine = x.memory.machine
+            stream = self._streams.setdefault((communicator, group.rank), None) or machine.Stream(x.device)
+            self._streams[communicator, group.rank] = stream
+            stream.wait_stream(machine.current_stream(x.device))
+            x.memory.spared.add(stream.number)
+            with machine.use_stream(stream):
+                machine.launch(kind, run, x.device)
+        else:
+            run()
+        self._put(communicator, pair, made[0])
+        return Work(self, made[0], stream)
 
     def _pair(self, group: Handle, sender: int, receiver: int) -> Any:
         if group.backend == "gloo":
@@ -217,7 +236,7 @@ def _noted(x: Tensor, *, write: bool) -> Tensor:
     if not isinstance(x, DeviceTensor):
         return x
     if x.memory.machine.local.access is not None:
-        x.memory.machine.note(x.memory, slice(None), write=write)
+        x.memory.machine.note(x.memory, grains(x.values), write=write)
     return x.values
 
 
@@ -316,8 +335,8 @@ class _ThreadWorker:
 def stand_in_for_nccl(patch: Any, *, patience: float = 2.0) -> Iterator[Fabric]:
     """In the product's modules; leaving it raises the first failure of any rank."""
     fabric = Fabric(patience)
-    for module in ("runner.distributed.links", "runner.distributed.kv_transfer", "runner.distributed.worker"):
-        patch.setattr(f"exeplan.{module}.dist", fabric)
+    for module in ("links", "kv_transfer", "fed_tokens", "worker"):
+        patch.setattr(f"exeplan.runner.distributed.{module}.dist", fabric)
     patch.setattr("exeplan.runner.ipc.collectives.dist", fabric)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         patch.setenv(variable, "lo")

@@ -157,7 +157,7 @@ class Event:
 
     machine: "Machine"
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.clock: Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
@@ -293,7 +293,9 @@ class Machine:
         """The allocator may hand it out again, for work on its own stream from now on."""
         with self.lock:
             assert memory.home is not None
-            clock = joined(joined(memory.home.clock, self.known), dict.fromkeys(memory.spared, 2**62))
+            # Whatever thread lets go of it last, others have done so when they knew what they know.
+            known = functools.reduce(joined, self._known.values(), memory.home.clock)
+            clock = joined(known, dict.fromkeys(memory.spared, 2**62))
             if found := memory.conflict(slice(None), clock, write=True):
                 self.errors.append(
                     OrderError(f"memory of {memory.name}, of {memory.home}, is freed while it may still be {found}")
@@ -417,7 +419,7 @@ def _bytes(host: Tensor) -> bytes:
     return host.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
 
 
-def _range(values: Tensor) -> slice:
+def grains(values: Tensor) -> slice:
     """The grains between the first and the last element."""
     if not values.numel():
         return slice(0, 0)
@@ -429,7 +431,7 @@ def _range(values: Tensor) -> slice:
 def _elements(func: Any, values: Tensor, args: tuple[Any, ...]) -> Any:
     """The grains of `values` that an operation by index takes."""
     if values.itemsize % _GRAIN:
-        return _range(values)
+        return grains(values)
     place = _places(values)
     packet = func.overloadpacket
     if packet in (aten.index, aten.index_put_, aten._index_put_impl_):
@@ -504,7 +506,7 @@ class _Operations(TorchDispatchMode):
                 written |= {id(leaf) for leaf in tree_flatten(value)[0]}
         for leaf in ours:
             by_index = func.overloadpacket in _BY_INDEX and leaf is args[0]
-            cells = _elements(func, leaf.values, _values(args)) if by_index else _range(leaf.values)
+            cells = _elements(func, leaf.values, _values(args)) if by_index else grains(leaf.values)
             machine.note(leaf.memory, cells, write=id(leaf) in written)
         out = func(*_values(args), **_on_cpu(_values(kwargs)))
         return self._wrapped(func, out, ours, device, fresh=True)
@@ -523,7 +525,7 @@ class _Operations(TorchDispatchMode):
                 return DeviceTensor(value, memory, device)
             made = machine.allocate(value, str(func), device)
             if fresh:
-                machine.note(made.memory, _range(value), write=True)
+                machine.note(made.memory, grains(value), write=True)
             return made
 
         return tree_map(wrap, out)
@@ -583,8 +585,8 @@ class _Operations(TorchDispatchMode):
                 else:
                     made.values.copy_(source)
                 if memory is not None:
-                    machine.note(memory, _range(source), write=False)
-                machine.note(made.memory, _range(made.values), write=True)
+                    machine.note(memory, grains(source), write=False)
+                machine.note(made.memory, grains(made.values), write=True)
                 return made
 
             found = machine.launch("copy to the device", send, device)
@@ -598,7 +600,7 @@ class _Operations(TorchDispatchMode):
             return found
 
         def fetch() -> Tensor:
-            machine.note(source.memory, _range(source.values), write=False)
+            machine.note(source.memory, grains(source.values), write=False)
             host = into
             if host is None:
                 host = source.values.to(kwargs.get("dtype") or source.dtype, copy=True)
@@ -607,7 +609,7 @@ class _Operations(TorchDispatchMode):
             else:
                 host.copy_(source.values)
             if (memory := machine.pinned(host)) is not None:
-                machine.note(memory, _range(host), write=True)
+                machine.note(memory, grains(host), write=True)
             return host
 
         host = machine.launch("copy to the host", fetch, device)
@@ -655,7 +657,7 @@ class _HostReads(TorchFunctionMode):
             machine.note(x.memory, _chosen(x.values, held), write=False)
             self._note_index(index)
             made = machine.allocate(x.values[held], "indexing", x.device)
-            machine.note(made.memory, _range(made.values), write=True)
+            machine.note(made.memory, grains(made.values), write=True)
             return made
 
         return machine.launch("index", gather, x.device)
@@ -672,7 +674,7 @@ class _HostReads(TorchFunctionMode):
 
         def scatter() -> None:
             if isinstance(value, DeviceTensor):
-                machine.note(value.memory, _range(value.values), write=False)
+                machine.note(value.memory, grains(value.values), write=False)
             self._note_index(index)
             machine.note(x.memory, _chosen(x.values, held), write=True)
             x.values[held] = _values(value)
@@ -695,7 +697,7 @@ class _HostReads(TorchFunctionMode):
     def _note_index(self, index: Any) -> None:
         for part in _parts(index):
             if isinstance(part, DeviceTensor):
-                self.machine.note(part.memory, _range(part.values), write=False)
+                self.machine.note(part.memory, grains(part.values), write=False)
 
 
 def _parts(index: Any) -> tuple[Any, ...]:
@@ -709,7 +711,7 @@ def _advanced(index: Any) -> bool:
 def _chosen(values: Tensor, index: Any) -> Any:
     """The grains that indexing takes."""
     if values.itemsize % _GRAIN:
-        return _range(values)
+        return grains(values)
     each = values.itemsize // _GRAIN
     return (_places(values)[index].reshape(-1, 1).numpy() * each + np.arange(each)).ravel()
 

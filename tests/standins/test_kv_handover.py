@@ -1,6 +1,8 @@
 """Keys and values go from one GPU to another while both compute, no stream uses them too early; faults are found."""
 
+import contextlib
 import queue
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +18,8 @@ from exeplan.runner.distributed.links import Seat
 from exeplan.runner.distributed.shared_link import LINK_BYTES
 from exeplan.runner.ipc.collectives import SharedBuffer
 
-from .streams import OrderError, TrackedQueue, opaque_kernels, stand_in
+from .nccl import Fabric, Handle
+from .streams import Machine, OrderError, TrackedQueue, opaque_kernels, stand_in
 
 SPEC = model_spec(
     {"model_type": "llama", "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -36,13 +39,16 @@ class Ends:
 
     def __init__(self, machine) -> None:
         buffer = SharedBuffer(LINK_BYTES)
-        paths = {"0-1": buffer.path}
+        wires = [
+            Wire(rank, None, {"0-1": buffer.path}, timeout=5.0, devices={(0, 1): Handle(0, (0, 1), rank, "nccl")})
+            for rank in range(2)
+        ]
         self.failures, self.received = queue.SimpleQueue(), TrackedQueue(machine)
-        self.sender = Sender(SPEC, PLACEMENT, Seat(0, 0, 0), Wire(0, None, paths, timeout=5.0), FROM)
+        self.sender = Sender(SPEC, PLACEMENT, Seat(0, 0, 0), wires[0], FROM)
         self.passing = PassingCache(FROM, self.sender.put_layer)
         self.cache = KVCache(SPEC, SLOTS // 16, torch.float32, TO, kernels=opaque_kernels(machine))
         runner = SimpleNamespace(cache=self.cache, device=TO, activation=torch.float32)
-        self.receiver = Receiver(SPEC, PLACEMENT, Seat(1, 1, 0), Wire(1, None, paths, timeout=5.0), runner)
+        self.receiver = Receiver(SPEC, PLACEMENT, Seat(1, 1, 0), wires[1], runner)
         buffer.close()
         self.sender.start(self.fail)
         self.receiver.start(self.received.put, self.fail)
@@ -84,19 +90,27 @@ class Ends:
             table_MSD.index_copy_(1, index, torch.zeros(4, len(slots), 8, device=TO))
 
 
+@contextlib.contextmanager
+def gpus() -> Iterator[Machine]:
+    """Two GPUs, between which NCCL's rules hold."""
+    with pytest.MonkeyPatch.context() as patch, stand_in(threaded=(kv_transfer,)) as machine:
+        patch.setattr(kv_transfer, "dist", Fabric(patience=5.0))
+        yield machine
+
+
 def hand_over(*, granted_first: bool) -> None:
     """A pass is handed over while other slots are read; then its first half leaves and gives its slots to others."""
     slots = np.random.default_rng(0).permutation(SLOTS)
-    with stand_in(threaded=(kv_transfer,)) as machine, torch.inference_mode():
+    with gpus() as machine, torch.inference_mode():
         ends = Ends(machine)
         ends.receiver.expect(Expected(1, TOKENS))
         if granted_first:
             ends.receiver.grant(1, slots[:TOKENS].copy())
         stored = ends.prefill()
         ends.decode(slots[TOKENS:])
-        ends.wait()
         if not granted_first:
             ends.receiver.grant(1, slots[:TOKENS].copy())
+        ends.wait()
         for expected, found in zip(stored, ends.decode(slots[:TOKENS]), strict=True):
             torch.testing.assert_close(found, expected)
         ends.receiver.expect(Expected(2, TOKENS))
@@ -112,29 +126,54 @@ def test_keys_and_values_arrive_in_order_and_hold_what_was_computed(granted_firs
 
 
 def sending_before_the_layer_is_computed(patch):
-    def on_host(made, computed, stream):
-        return original(made, SimpleNamespace(clock={}), stream)
-
-    original = kv_transfer._on_host
-    patch.setattr(kv_transfer, "_on_host", on_host)
+    original = Sender._send
+    patch.setattr(Sender, "_send", lambda self, piece, stream: original(self, piece._replace(ready=None), stream))
 
 
-def sending_before_the_copy_to_the_host_is_complete(patch):
-    def on_host(made, computed, stream):
-        with torch.cuda.stream(stream):
-            stream.wait_event(computed)
-            part = made()
-            return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+def freeing_a_piece_before_it_is_sent(patch):
+    """The sender goes on while its stream still copies from what the pass made."""
 
-    patch.setattr(kv_transfer, "_on_host", on_host)
+    def wait_for(stream):
+        if stream.device != FROM:
+            original(stream)
+
+    original = kv_transfer._wait_for
+    patch.setattr(kv_transfer, "_wait_for", wait_for)
+
+
+def storing_before_a_piece_has_arrived(patch):
+    def receive(self, x, sender):
+        if x.is_cuda:
+            original(self, torch.empty(1, dtype=torch.uint8), sender)
+            kv_transfer.dist.irecv(x, sender, group=self._devices[sender, self._rank])
+            return x
+        return original(self, x, sender)
+
+    original = Wire.receive
+    patch.setattr(Wire, "receive", receive)
+
+
+def overwriting_what_is_being_sent(patch):
+    """One buffer for all pieces, and no wait between them."""
+    kept = {}
+
+    def send(self, x, receiver):
+        if not x.is_cuda:
+            return original(self, x, receiver)
+        kept.setdefault("buffer", torch.empty_like(x)).copy_(x)
+        original(self, torch.zeros(1, dtype=torch.uint8), receiver)
+        return kv_transfer.dist.isend(kept["buffer"], receiver, group=self._devices[self._rank, receiver])
+
+    original = Wire.send
+    patch.setattr(Wire, "send", send)
 
 
 def reporting_before_the_cache_holds_them(patch):
     original = Receiver._layers
 
     def layers(self, batch):
-        stream = self._stream
-        patch.setattr(stream, "synchronize", lambda: None)
+        waits = kv_transfer._wait_for
+        patch.setattr(kv_transfer, "_wait_for", lambda stream: None if self._stored else waits(stream))
         original(self, batch)
 
     patch.setattr(Receiver, "_layers", layers)
@@ -155,7 +194,9 @@ def storing_before_the_last_user_of_the_slots_is_done(patch):
 FAULTS = {
     storing_before_the_last_user_of_the_slots_is_done: "scatter_slots .* still be written on the default stream",
     sending_before_the_layer_is_computed: "may still be written on the default stream of cuda:0",
-    sending_before_the_copy_to_the_host_is_complete: "the host reads",
+    freeing_a_piece_before_it_is_sent: "is freed while it may still be read on stream",
+    storing_before_a_piece_has_arrived: "scatter_slots .* may still be written on stream",
+    overwriting_what_is_being_sent: "may still be read on stream",
     reporting_before_the_cache_holds_them: "may still be written on stream",
 }
 
@@ -186,7 +227,7 @@ def leave_while_arriving(patch) -> None:
         gone.get(timeout=5.0)
 
     patch.setattr(Receiver, "_store", store)
-    with stand_in(threaded=(kv_transfer,)) as machine, torch.inference_mode():
+    with gpus() as machine, torch.inference_mode():
         ends = Ends(machine)
         ends.receiver.expect(Expected(1, TOKENS))
         ends.receiver.grant(1, slots.copy())

@@ -94,7 +94,8 @@ def test_workers_keep_the_rules_and_give_the_tokens_of_one_device(family, kind, 
     ranks = sum(stage.tensor_parallel_size for stage in placements(spec)[kind])
     assert set(fabric.device_ids) == {torch.device("cuda", rank) for rank in range(ranks)}
     pairs = [communicator for communicator in fabric.communicators if communicator[0] == "pair"]
-    assert len(pairs) == {("llama", "tp2-pp2"): 2, ("t5", "pp2"): 2}.get((family, kind), 0)  # One a direction.
+    # One a direction; sampled tokens, and keys and values, have their own.
+    assert len(pairs) == {"tp2": 0, "tp2-pp2": 2 + 2, "pp2": 2 + 1, "waa": 2, "waa-hosts": 2}[kind]
     assert found == tokens_of(alone, Schedule("orca", {"max_num_seqs": 4}))
 
 

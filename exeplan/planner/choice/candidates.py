@@ -27,7 +27,7 @@ from exeplan.planner.problems.replicas import (
     sizes_between,
 )
 from exeplan.policies import load_policy
-from exeplan.search.search import Result
+from exeplan.search.search import Outcome, Result
 
 Key = tuple[int, str]
 """The number of GPUs of a pipeline, and its policy."""
@@ -176,19 +176,21 @@ def candidates(
     method: str,
     *,
     known: Known | None = None,
+    outcomes: Outcomes | None = None,
     rivals: float = 0.0,
     progress: SearchProgress | None = None,
 ) -> dict[Key, Candidate]:
-    """Every policy's candidate on pipelines of every size; on a cluster the policies are searched in parallel.
+    """Every policy's candidate on pipelines of every size; on a cluster the policies are searched in parallel. What was
+    evaluated is added to the `outcomes`.
 
     `parts` are the problems of one pipeline by its number of GPUs, rising; `problem` is that of the whole cluster. On
     one device a policy with less than the share `rivals` of the throughput of those before it need not be found.
     """
-    known = {} if known is None else known
+    known, outcomes = {} if known is None else known, {} if outcomes is None else outcomes
     workers = num_workers(problem, policies)
     if workers == 1:
         tell = progress.take if progress else tell_nothing
-        found, outcomes = dict[Key, Candidate](), Outcomes()
+        found = dict[Key, Candidate]()
         for policy in policies:
             most = max(map(sustained, found.values()), default=0.0) if len(parts) == 1 else 0.0
             found |= _of_policy(problem, parts, policy, method, known, outcomes, tell, at_least=rivals * most)
@@ -201,9 +203,11 @@ def candidates(
         import_module("scipy.special")  # The replays need it: it is loaded while this process has nothing to do.
         _follow(futures, told, progress)
         done = [future.result() for future in futures]
-    for _, new in done:
+    for alike, (_, new, evaluated) in zip(order, done, strict=True):
         known |= new
-    found = {key: one for of_policies, _ in done for key, one in of_policies.items()}
+        law = load_policy(alike[0]).steady_state  # A function of a user's file cannot be sent.
+        outcomes |= {(law, *key): outcome for key, outcome in evaluated.items()}
+    found = {key: one for of_policies, _, _ in done for key, one in of_policies.items()}
     return {key: found[key] for policy in policies for key in found if key[1] == policy}
 
 
@@ -321,10 +325,14 @@ def _share(problem: Problem, parts: Mapping[int, Problem], known: Known, told: "
     _shared[:] = [(problem, parts, known, told)]
 
 
-def _shared_candidates(policies: Sequence[str], method: str) -> tuple[dict[Key, Candidate], Known]:
-    """The candidates of policies of one law, and the searches that were not known before."""
+def _shared_candidates(
+    policies: Sequence[str], method: str
+) -> tuple[dict[Key, Candidate], Known, dict[tuple[Hashable, ...], Outcome]]:
+    """The candidates of policies of one law, the searches that were not known before, and what was evaluated, by
+    placement and variables."""
     problem, parts, known, told = _shared[0]
     before, found, outcomes = dict(known), dict[Key, Candidate](), Outcomes()
     for policy in policies:
         found |= _of_policy(problem, parts, policy, method, known, outcomes, told.put)
-    return found, {key: one for key, one in known.items() if before.get(key) is not one}
+    new = {key: one for key, one in known.items() if before.get(key) is not one}
+    return found, new, {key[1:]: outcome for key, outcome in outcomes.items()}

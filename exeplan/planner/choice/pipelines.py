@@ -28,6 +28,7 @@ from exeplan.planner.choice.candidates import (
 )
 from exeplan.planner.choice.exhaustive import search_progress
 from exeplan.planner.choice.infeasible import burst, too_slow, too_tight, wider_bounds
+from exeplan.planner.choice.search_space import Outcomes
 from exeplan.planner.margins.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problems.problem import Problem, drift_headroom, rate_headroom
 from exeplan.planner.problems.ranking import MOST_SEEDS, Order, behind, decided, mean_estimate
@@ -146,8 +147,16 @@ class Pipelines:
         self.held = held = tuple(_held(problem, self.margin))
         tight = {size: part.held_to(held) for size, part in self.parts.items()}
         progress = search_progress(problem, tight, policies, method, told)
+        self.outcomes = Outcomes()
         self.found = candidates(
-            problem.held_to(held), tight, policies, method, known=known, rivals=effort.rivals, progress=progress
+            problem.held_to(held),
+            tight,
+            policies,
+            method,
+            known=known,
+            outcomes=self.outcomes,
+            rivals=effort.rivals,
+            progress=progress,
         )
         for size in sorted({size for size, _ in self.found}):
             if size not in self.parts:
@@ -469,7 +478,13 @@ class Pipelines:
         # Another placement would gain less than the tighter bound costs.
         here = replace(_at(part, winner.placement), cluster=None)
         self.found[key] = candidate(
-            here.held_to(self.limits[key]), policy, self.method, winner.search, without=self.given_up.get(key, [])
+            here.held_to(self.limits[key]),
+            policy,
+            self.method,
+            winner.search,
+            without=self.given_up.get(key, []),
+            # The latency of an outcome is the one that is bound; of several it is that of all over the first limit.
+            outcomes=self.outcomes if len(self.problem.bounds) == 1 else None,
         )
 
     def optimum(self, division: Mapping[int, tuple[str, int]]) -> Optimum:

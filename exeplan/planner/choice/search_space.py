@@ -14,11 +14,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from exeplan.core.schedule import Placement, Schedule, num_ranks
+from exeplan.core.schedule import Placement, Schedule, num_ranks, num_servers
 from exeplan.errors import InputError
 from exeplan.planner.problems.balance_stages import Balance
 from exeplan.planner.problems.layouts import Layout, layouts, moved_layers
 from exeplan.planner.problems.problem import Problem
+from exeplan.planner.problems.server_layouts import (
+    fullest,
+    layout_of,
+    server_layouts,
+    server_placement,
+    server_shardings,
+)
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Knob, Policy
 from exeplan.search.grid import Grid, Index, Limits
@@ -36,7 +43,7 @@ _AROUND = 16
 """How many values below and above those of the best point are all tried, where throughput falls on the way up."""
 _SLACK = 0.02
 """A variant that misses a limit, or the best throughput, by less than this may still contain the winner."""
-Outcomes = dict[Hashable, Outcome]
+Outcomes = dict[tuple[Hashable, ...], Outcome]
 """Of the schedules evaluated for one request, by law, placement and variables."""
 
 
@@ -84,11 +91,26 @@ class Variant:
 
 
 def variants(problem: Problem, policy: Policy) -> Iterator[Variant]:
-    """Every variant of a policy; none where the cluster is too small for the policy."""
+    """Every variant of a policy; none where the cluster is too small for the policy.
+
+    At a rate no more micro-batches than stages: with few requests those beyond stay empty, and with more than fit into
+    one a stage times jump as another comes into use, which the closed form takes as gradual.
+    """
     for placement, layout in _placements(problem, policy).items():
         placed = problem.at(placement) if problem.cluster else problem
-        for values in policy.enumerated(len(placed.cost.decode_stages)):
+        stages = len(placed.cost.decode_stages)
+        for values in _enumerated(policy, placed):
+            if problem.arrivals and values.get("micro_batches", 1) > stages:
+                continue
             yield Variant(problem=placed, enumerated=values, layout=layout)
+
+
+def _enumerated(policy: Policy, placed: Problem) -> Sequence[Mapping[str, int]]:
+    """Values of the enumerated variables on a placement; engines with servers for each phase have one batch a stage."""
+    stages = len(placed.cost.decode_stages)
+    if placed.whole_servers and policy.SEPARATE_STAGES:
+        return ({"micro_batches": stages} if stages > 1 else {},)
+    return policy.enumerated(stages)
 
 
 def _placements(problem: Problem, policy: Policy) -> dict[Placement, Layout | None]:
@@ -97,6 +119,8 @@ def _placements(problem: Problem, policy: Policy) -> dict[Placement, Layout | No
         return {problem.cost.placement: None} if separate == policy.SEPARATE_STAGES else {}
     if policy.SEPARATE_STAGES and problem.cluster.num_gpus < 2:
         return {}
+    if policy.SEPARATE_STAGES and problem.whole_servers:
+        return dict.fromkeys(_server_placements(problem))
     numbers = _balance(problem).prefill_gpus(policy.SPLIT_BY) if policy.SEPARATE_STAGES else (0,)
     found = layouts(
         problem.cluster,
@@ -106,6 +130,19 @@ def _placements(problem: Problem, policy: Policy) -> dict[Placement, Layout | No
         across_nodes=problem.across_nodes,
     )
     return _placed(problem, [replace(layout, num_prefill=number) for number in numbers for layout in found])
+
+
+def _server_placements(problem: Problem) -> Iterator[Placement]:
+    cluster = problem.cluster
+    assert cluster is not None
+    found = server_layouts(
+        cluster,
+        server_shardings(problem.profile, cluster, problem.memory, across_nodes=problem.across_nodes),
+        prefill_gpus=_balance(problem).prefill_gpus("time"),
+        one_pipeline=problem.one_pipeline,
+    )
+    placements = (server_placement(cluster, problem.profile.model, layout) for layout in found)
+    return (one for one in placements if one is not None)
 
 
 def _balance(problem: Problem) -> Balance:
@@ -207,6 +244,8 @@ def _refined(
 
     while (number := best()) is not None and (made := list(_split_otherwise(found, found[number], policy))):
         yield from made
+    while (number := best()) is not None and (made := list(_other_numbers(found, found[number], policy))):
+        yield from made
     while (number := best()) is not None and (made := list(_between(found, grids[number], found[number], policy))):
         yield from made
     while (number := best()) is not None:
@@ -237,6 +276,25 @@ def _split_otherwise(found: Sequence[Variant], best: Variant, policy: Policy) ->
             yield Variant(problem=placed, enumerated=values, layout=layout)
 
 
+def _other_numbers(found: Sequence[Variant], best: Variant, policy: Policy) -> Iterator[Variant]:
+    """Variants of which the number of servers that prefill is halfway to the next ones tried of the best one's
+    shapes, on both sides."""
+    here, cluster = layout_of(best.problem.cost.placement), best.problem.cluster
+    if here is None or cluster is None or not best.problem.whole_servers:
+        return
+    tried = {variant.problem.cost.placement for variant in found}
+    alike = [one for one in map(layout_of, tried) if one and (one.prefill, one.decode) == (here.prefill, here.decode)]
+    numbers = sorted({0, cluster.num_gpus // here.prefill.num_devices, *(one.num_prefill for one in alike)})
+    at = numbers.index(here.num_prefill)
+    for number in {(near + here.num_prefill) // 2 for near in numbers[max(0, at - 1) : at + 2]} - {0}:
+        layout = fullest(cluster.num_gpus, here.prefill, here.decode, number)
+        placement = server_placement(cluster, best.problem.profile.model, layout) if layout.num_decode else None
+        if placement is not None and placement not in tried:
+            placed = best.problem.at(placement)
+            for values in _enumerated(policy, placed):
+                yield Variant(problem=placed, enumerated=values)
+
+
 def _between(found: Sequence[Variant], grid: Grid, best: Variant, policy: Policy) -> Iterator[Variant]:
     """Variants of the best one's placement, an enumerated variable halfway to its next tried value, down to
     `_FINEST`."""
@@ -252,7 +310,8 @@ def _between(found: Sequence[Variant], grid: Grid, best: Variant, policy: Policy
 def _layers_moved(found: Sequence[Variant], grid: Grid, best: Variant, policy: Policy) -> Iterator[Variant]:
     """Variants of the best one with one layer more on each other stage of a phase, taken from its slowest stage."""
     placement = best.problem.cost.placement
-    if best.problem.cluster is None or grid.best is None or len(placement) == 1:
+    apart = best.problem.whole_servers and num_servers(placement) is not None
+    if best.problem.cluster is None or grid.best is None or len(placement) == 1 or apart:
         return
     schedule = policy.schedule({**grid.point(grid.best[2]), **best.enumerated}, best.problem.workload)
     seconds = steady_state(schedule, best.problem.workload, best.problem.cost).steady.seconds.mean(axis=1)

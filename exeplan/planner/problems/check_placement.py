@@ -1,14 +1,15 @@
 """Whether the placement of a plan from a file is complete and consistent for its model and cluster.
 
-Every phase has all layers, in order, each once; every device exists and is in one stage only. Not here: whether the
-memory suffices (`problem.py`), and whether the profile has the tensor-parallel sizes (`simulator/cost.py`).
+Every phase has all layers, in order, each once, or once in each of several equal servers; every device exists and is in
+one stage only. Not here: whether the memory suffices (`problem.py`), and whether the profile has the tensor-parallel
+sizes (`simulator/cost.py`).
 """
 
 from collections.abc import Sequence
 
 from exeplan.core.cluster import Cluster
 from exeplan.core.model import ModelSpec
-from exeplan.core.schedule import Placement, Schedule
+from exeplan.core.schedule import Placement, Schedule, Stage, servers
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
 
@@ -33,10 +34,27 @@ def check_placement(placement: Placement, spec: ModelSpec, schedule: Schedule) -
         _check_layers([s.layers for s in decode], spec.num_layers, spec, "layers")
         _check_layers([s.encoder_layers for s in decode], 0, spec, "encoder layers on stages that decode")
         return
+    if separate:
+        for phase in phases:
+            own = [[placement[number] for number in stages] for stages in servers(placement, phase)]
+            _check_servers(own, spec, phase)
+        return
     for phase in phases:
         stages, of_phase = [s for s in placement if s.phase == phase], f" on stages that {phase}" if phase else ""
         _check_layers([s.layers for s in stages], spec.num_layers, spec, f"layers{of_phase}")
         _check_layers([s.encoder_layers for s in stages], spec.num_encoder_layers, spec, f"encoder layers{of_phase}")
+
+
+def _check_servers(own: Sequence[Sequence[Stage]], spec: ModelSpec, phase: str) -> None:
+    """Each has all layers; several of them are alike."""
+    for stages in own:
+        _check_layers([stage.layers for stage in stages], spec.num_layers, spec, f"layers on stages that {phase}")
+        _check_layers([stage.encoder_layers for stage in stages], 0, spec, f"encoder layers on stages that {phase}")
+    if len({tuple((stage.layers, stage.sharding) for stage in stages) for stages in own}) > 1:
+        raise InputError(
+            f"the {len(own)} servers that {phase} have different shapes; give all of them the same stages on as many "
+            "devices, or make replicas of them"
+        )
 
 
 def check_devices(placement: Placement, cluster: Cluster | None = None) -> None:

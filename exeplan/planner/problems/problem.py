@@ -61,6 +61,8 @@ class Problem:
     """A tensor-parallel group may span nodes."""
     one_pipeline: bool = False
     """All GPUs are one pipeline; otherwise the cluster may be divided into replicas."""
+    whole_servers: bool = False
+    """Prefill and decode are divided among servers that each hold the whole model, not among stages of a pipeline."""
 
     def __post_init__(self) -> None:
         check_together(self.bounds)
@@ -345,7 +347,9 @@ def check_placement_memory(problem: Problem) -> None:
     """Raises Infeasible unless every GPU of the placement holds its layers and the longest request."""
     longest = problem.workload.longest
     tokens = float(num_blocks_for(longest) * BLOCK_SIZE)
-    needed = memory_bytes(problem.profile, problem.cost.placement, tokens, tokens)
+    # The longest request is in one of the caches.
+    decoding, prefilling = (len(problem.cost.servers.get(phase, ((),))) for phase in ("decode", "prefill"))
+    needed = memory_bytes(problem.profile, problem.cost.placement, decoding * tokens, prefilling * tokens)
     if needed > problem.memory:
         raise Infeasible(
             f"one GPU of the plan needs {show_bytes(needed)} for weights, workspace and one request of {longest} "

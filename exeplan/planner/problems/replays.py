@@ -211,6 +211,7 @@ def _routed_requests(arrivals: Arrivals, groups: Sequence[tuple[Problem, Replica
 def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
     """Tokens of KV cache for the engine: what the plan needs with slack, within the memory."""
     needed = (
-        steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK + problem.profile.model.max_context
+        steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK
+        + problem.cost.num_caches // problem.cost.num_ranks * problem.profile.model.max_context
     )
     return int(min(needed, problem.kv_capacity_tokens(schedule))) // BLOCK_SIZE * BLOCK_SIZE

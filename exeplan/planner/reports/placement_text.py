@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Placement, ReplicaGroup, Sharding, Stage, num_devices
+from exeplan.core.schedule import Placement, ReplicaGroup, Sharding, Stage, num_devices, num_servers, servers
 from exeplan.planner.problems.layouts import show_sharding
 
 _LISTED = 8
@@ -18,10 +18,28 @@ def show_placement(placement: Placement) -> str:
     """Stages, their GPUs with tensor-parallel degrees, and the layers of each."""
     if len(placement) == 1 and placement[0].num_devices == 1:
         return f"all layers on GPU {placement[0].devices[0]}"
+    if (counts := num_servers(placement)) and max(counts) > 1:
+        sides = (
+            f"{phase} on {_server_gpus(placement, phase)}, layers {_layers(placement, phase)} each"
+            for phase in ("prefill", "decode")
+        )
+        return f"{counts[0]}P{counts[1]}D servers: {'; '.join(sides)}"
     parts = {phase: [s for s in placement if s.phase == phase] for phase in dict.fromkeys(s.phase for s in placement)}
     counted = " + ".join(f"{len(stages)} {phase}".strip() for phase, stages in parts.items())
     what = "; ".join(f"{phase} on {_one(stages)}" if phase else _one(stages) for phase, stages in parts.items())
     return f"{counted} stage{'s' if len(placement) > 1 else ''}: {what}"
+
+
+def _server_gpus(placement: Placement, phase: str) -> str:
+    """`GPU 0 and GPU 1`, or `GPUs 0-3 and GPUs 4-7 (tensor parallel 4)`: of each server its own."""
+    own = [[d for number in stages for d in placement[number].devices] for stages in servers(placement, phase)]
+    first = placement[servers(placement, phase)[0][0]]
+    return f"{' and '.join(map(show_gpus, own))}{_degrees(first.sharding)}"
+
+
+def _layers(placement: Placement, phase: str) -> str:
+    stages = [placement[number] for number in servers(placement, phase)[0]]
+    return _counts([stage.layers[1] - stage.layers[0] for stage in stages])
 
 
 def show_group(group: ReplicaGroup) -> str:

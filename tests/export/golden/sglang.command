@@ -13,4 +13,5 @@ CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 python3 -m sglang.launch_server \
     --mem-fraction-static 0.9 \
     --max-total-tokens 100000 \
     --disable-radix-cache \
+    --host 0.0.0.0 \
     --port 30000

@@ -15,12 +15,14 @@ from exeplan.core.pass_memory import LEAST_PASSES
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible
+from exeplan.planner.choice.candidates import candidate, candidates
 from exeplan.planner.choice.optimize import optimize
-from exeplan.planner.choice.search_space import Outcomes, concave_ceiling, search_variants, variants
+from exeplan.planner.choice.search_space import Outcomes, Variant, concave_ceiling, search_variants, variants
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.policies import load_policy, policy_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.search.grid import Limits
+from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
 
 A40 = load_cluster("a40")
@@ -205,6 +207,32 @@ def test_encoder_and_decoder_layers_are_apart_where_some_stages_only_prefill(t5:
         ("prefill", False, True),
         ("decode", True, False),
     }
+
+
+def test_what_searches_of_other_processes_evaluated_is_not_evaluated_again(opt: Profile) -> None:
+    problem, outcomes = replace(asked(opt, A40.part(2), 10.0), one_pipeline=True), Outcomes()
+    found = candidates(problem, {2: problem}, ("orca", "rra"), "branch-and-bound", outcomes=outcomes)
+    evaluated = len(outcomes)
+    assert evaluated > 0
+    again = candidate(problem, "orca", "branch-and-bound", outcomes=outcomes)
+    assert (again.schedule, again.estimate) == (found[2, "orca"].schedule, found[2, "orca"].estimate)
+    assert len(outcomes) == evaluated
+
+
+def test_at_a_rate_no_more_micro_batches_than_stages_are_searched(opt: Profile) -> None:
+    backlog = asked(opt, A40.part(4), 10.0)
+    at_rate = replace(backlog, arrivals=Arrivals(rate=1.0))
+    for policy in ("orca", "waa-c"):
+        beyond, none = (
+            [v for v in variants(one, load_policy(policy)) if more_micro_batches_than_stages(v)]
+            for one in (backlog, at_rate)
+        )
+        assert beyond
+        assert not none
+
+
+def more_micro_batches_than_stages(variant: Variant) -> bool:
+    return variant.enumerated.get("micro_batches", 1) > len(variant.problem.cost.decode_stages)
 
 
 def test_budgets_between_the_listed_powers_of_two_are_found(opt: Profile) -> None:

@@ -101,6 +101,24 @@ def test_runs_of_another_engine_or_size_are_refused(profile: Profile, runs: list
         calibrate(profile, [])
 
 
+def test_a_run_with_whole_experts_is_predicted_so_and_a_profile_without_them_refuses_it(
+    runs: list[ServingRun], tmp_path: Path
+) -> None:
+    mixture = datasheet_profile("qwen3-30b-a3b", "h100-80gb", tensor_parallel_sizes=(4,), engine="trtllm")
+    cut = replace(runs[0], engine="trtllm", model=mixture.model.name, tensor_parallel_size=4)
+    whole = replace(cut, expert_parallel_size=4)
+    assert predict_run(mixture, whole) != predict_run(mixture, cut)
+    assert calibrate(mixture, [whole]).runs[0][1] == predict_run(mixture, whole)
+    (tmp_path / "runs.csv").write_text(
+        "tensor_parallel_size,expert_parallel_size,input_tokens,output_tokens,concurrency,ttft_s,tpot_s\n"
+        f"4,4,256,32,2,{cut.ttft},{cut.tpot}\n4,,256,32,2,{cut.ttft},{cut.tpot}\n"
+    )
+    read = read_runs(tmp_path / "runs.csv", DEFAULTS).runs
+    assert [run.expert_parallel_size for run in read] == [4, 1]
+    with pytest.raises(InputError, match="expert_parallel_size 2 on 4 devices, for which the profile has 1, 4"):
+        calibrate(mixture, [replace(cut, expert_parallel_size=2)])
+
+
 def test_the_command_reads_a_table_and_writes_a_profile(
     profile: Profile, runs: list[ServingRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

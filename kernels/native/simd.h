@@ -1,0 +1,271 @@
+/* The bodies of the CPU kernels for one width of vectors; native.c includes it once a width.
+
+   Expects SUFFIX, TARGET (the function attribute), WIDTH (floats a vector), TILE_ROWS (rows whose sums fit the
+   registers) and HEADS (query heads whose sums do). GCC's and Clang's vector extensions, no intrinsics. */
+
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+#define N(name) JOIN(name, SUFFIX)
+#define PANEL (2 * WIDTH)
+
+typedef float N(vec) __attribute__((vector_size(WIDTH * 4)));
+typedef float N(loose) __attribute__((vector_size(WIDTH * 4), aligned(4)));
+typedef int32_t N(ints) __attribute__((vector_size(WIDTH * 4)));
+typedef uint32_t N(words) __attribute__((vector_size(WIDTH * 4)));
+typedef uint16_t N(halves) __attribute__((vector_size(WIDTH * 2), aligned(2)));
+
+/* ---- Products: y = x @ w, in panels of PANEL outputs ---- */
+
+/* `rows` rows by one panel, over `depth` inputs. What the next tile reads is fetched meanwhile, `step` bytes an input. */
+#define TILE(rows)                                                                                                     \
+    TARGET static void N(tile##rows)(const float *x, long x_stride, const float *w, float *y, long y_stride,          \
+                                     long depth, int fresh, const char *next, long step) {                            \
+        N(vec) sum[rows][2];                                                                                           \
+        _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) for (int j = 0; j < 2; j++)                            \
+            sum[i][j] = fresh ? (N(vec)){0} : *(const N(loose) *)(y + i * y_stride + j * WIDTH);                       \
+        for (long p = 0; p < depth; p++, w += PANEL, next += step) {                                                   \
+            N(vec) first = *(const N(vec) *)w, second = *(const N(vec) *)(w + WIDTH);                                  \
+            __builtin_prefetch(next, 0, 2);                                                                            \
+            _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) {                                                  \
+                float value = x[i * x_stride + p];                                                                     \
+                sum[i][0] += value * first;                                                                            \
+                sum[i][1] += value * second;                                                                           \
+            }                                                                                                          \
+        }                                                                                                              \
+        _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) for (int j = 0; j < 2; j++)                            \
+            *(N(loose) *)(y + i * y_stride + j * WIDTH) = sum[i][j];                                                   \
+    }
+TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#if TILE_ROWS > 6
+TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
+#endif
+
+typedef void (*N(tile))(const float *, long, const float *, float *, long, long, int, const char *, long);
+static const N(tile) N(tiles)[] = {0, N(tile1), N(tile2), N(tile3), N(tile4), N(tile5), N(tile6),
+#if TILE_ROWS > 6
+                                   N(tile7), N(tile8), N(tile9), N(tile10), N(tile11), N(tile12)
+#endif
+};
+
+/* One panel for up to ROWS rows. x is padded to `x_stride` so that its rows do not share the sets of a cache. */
+static void N(panel)(const float *x, long x_stride, const float *w, float *y, long y_stride, long rows, long inputs,
+                     int fresh) {
+    long blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (long k = 0; k < inputs; k += DEPTH) {
+        long depth = inputs - k < DEPTH ? inputs - k : DEPTH;
+        const float *part = w + k * PANEL;
+        const char *next = (const char *)(part + depth * PANEL);
+        long step = PANEL * 4 / blocks;
+        for (long row = 0, block = 0; block < blocks; block++) {
+            long some = (rows - row + blocks - block - 1) / (blocks - block);
+            N(tiles)[some](x + row * x_stride + k, x_stride, part, y + row * y_stride, y_stride, depth,
+                           fresh && k == 0, next + block * depth * step, step);
+            row += some;
+        }
+    }
+}
+
+static void N(linear)(const float *x, long x_stride, const float *w, const float *bias, float *y, float *scratch,
+                      long rows, long inputs, long outputs, int add) {
+    long stride = inputs + PADDING;
+    float *edge = scratch + (rows < ROWS ? rows : ROWS) * stride;
+    for (long row = 0; row < rows; row += ROWS) {
+        long some = rows - row < ROWS ? rows - row : ROWS;
+        for (long i = 0; i < some; i++) memcpy(scratch + i * stride, x + (row + i) * x_stride, inputs * 4);
+        for (long o = 0; o < outputs; o += PANEL) {
+            long wide = outputs - o < PANEL ? outputs - o : PANEL;
+            float *to = y + row * outputs + o;
+            for (long i = 0; i < some && bias; i++)
+                for (long j = 0; j < wide; j++) to[i * outputs + j] = bias[o + j] + (add ? to[i * outputs + j] : 0);
+            if (wide == PANEL) {
+                N(panel)(scratch, stride, w + o * inputs, to, outputs, some, inputs, !add && !bias);
+                continue;
+            }
+            N(panel)(scratch, stride, w + o * inputs, edge, PANEL, some, inputs, 1);
+            for (long i = 0; i < some; i++)
+                for (long j = 0; j < wide; j++)
+                    to[i * outputs + j] = edge[i * PANEL + j] + (add || bias ? to[i * outputs + j] : 0);
+        }
+    }
+}
+
+/* ---- Decode attention ---- */
+
+#define LOW(lane, half) (((lane) & (half) ? WIDTH : 0) + ((lane) & ~(2 * (half) - 1)) + ((lane) & ((half) - 1)))
+#define HIGH(lane, half) (LOW(lane, half) + (half))
+#define EIGHT(from, first, half)                                                                                       \
+    from(first, half), from(first + 1, half), from(first + 2, half), from(first + 3, half), from(first + 4, half),     \
+        from(first + 5, half), from(first + 6, half), from(first + 7, half)
+#if WIDTH == 16
+#define LANES(from, half) EIGHT(from, 0, half), EIGHT(from, 8, half)
+#else
+#define LANES(from, half) EIGHT(from, 0, half)
+#endif
+#define FOLD(half)                                                                                                     \
+    _Pragma("GCC unroll 8") for (int i = 0; i < half; i++)                                                             \
+        v[i] = __builtin_shufflevector(v[i], v[i + half], LANES(LOW, half)) +                                          \
+               __builtin_shufflevector(v[i], v[i + half], LANES(HIGH, half));
+
+/* The sums of WIDTH vectors, as one; the vectors are overwritten. */
+TARGET static inline N(vec) N(totals)(N(vec) *v) {
+#if WIDTH == 16
+    FOLD(8)
+#endif
+    FOLD(4) FOLD(2) FOLD(1)
+    return v[0];
+}
+
+TARGET static inline N(vec) N(larger)(N(vec) a, N(vec) b) {
+    N(ints) first = a > b;
+    return (N(vec))(((N(ints))a & first) | ((N(ints))b & ~first));
+}
+
+/* e^x for x <= 0, within 2 units in the last place; 0 below -87. Cody and Waite's reduction, Cephes' polynomial. */
+TARGET static inline N(vec) N(exp)(N(vec) x) {
+    N(ints) low = x < -87.0f;
+    const N(vec) magic = (N(vec)){0} + 12582912.0f;
+    N(vec) n = (x * 1.44269504f + magic) - magic;
+    N(vec) r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    N(vec) y = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r +
+                1.6666665459e-1f) * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    N(ints) power = (__builtin_convertvector(n, N(ints)) + 127) << 23;
+    return (N(vec))((N(ints))(y * (N(vec))power) & ~low);
+}
+
+TARGET static inline N(vec) N(load_float)(const float *p) { return *(const N(loose) *)p; }
+TARGET static inline N(vec) N(load_bfloat16)(const uint16_t *p) {
+    return (N(vec))(__builtin_convertvector(*(const N(halves) *)p, N(words)) << 16);
+}
+
+/* Scores of `heads` queries and all keys, each key read once: WIDTH sums at a time. Past the last key, its score. */
+#define SCORES(heads, type)                                                                                            \
+    TARGET static void N(scores_##type##heads)(const float *q, const type##_ *keys, const int64_t *slot, long count,   \
+                                               long dim, float *score, long score_stride) {                            \
+        enum { some = WIDTH / heads };                                                                                 \
+        for (long c = 0; c < count; c += some) {                                                                       \
+            const type##_ *key[some];                                                                                  \
+            N(vec) sum[WIDTH];                                                                                         \
+            _Pragma("GCC unroll 16") for (int i = 0; i < some; i++) {                                                  \
+                key[i] = keys + slot[c + i < count ? c + i : count - 1] * dim;                                         \
+                const type##_ *later = keys + slot[c + i + AHEAD < count ? c + i + AHEAD : count - 1] * dim;           \
+                for (long d = 0; d < dim; d += 64 / (long)sizeof(type##_)) __builtin_prefetch(later + d);              \
+            }                                                                                                          \
+            _Pragma("GCC unroll 16") for (int i = 0; i < WIDTH; i++) sum[i] = (N(vec)){0};                             \
+            for (long d = 0; d < dim; d += WIDTH) {                                                                    \
+                _Pragma("GCC unroll 16") for (int i = 0; i < some; i++) {                                              \
+                    N(vec) part = N(load_##type)(key[i] + d);                                                          \
+                    _Pragma("GCC unroll 4") for (int g = 0; g < heads; g++)                                            \
+                        sum[g * some + i] += part * N(load_float)(q + g * dim + d);                                    \
+                }                                                                                                      \
+            }                                                                                                          \
+            N(vec) found = N(totals)(sum);                                                                             \
+            _Pragma("GCC unroll 4") for (int g = 0; g < heads; g++)                                                    \
+                memcpy(score + g * score_stride + c, (float *)&found + g * some, some * 4);                            \
+        }                                                                                                              \
+    }
+/* The sum of values by weight, `heads` queries, WIDTH dimensions times `vectors`. */
+#define VALUES(heads, vectors, type)                                                                                   \
+    TARGET static void N(values_##type##heads##_##vectors)(const type##_ *values, const int64_t *slot, long count,     \
+                                                           long dim, const float *weight, long stride, float *out) {   \
+        N(vec) sum[heads][vectors];                                                                                    \
+        _Pragma("GCC unroll 4") for (int g = 0; g < heads; g++) _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)  \
+            sum[g][j] = N(load_float)(out + g * dim + j * WIDTH);                                                      \
+        for (long c = 0; c < count; c++) {                                                                             \
+            const type##_ *value = values + slot[c] * dim;                                                             \
+            const type##_ *later = values + slot[c + AHEAD < count ? c + AHEAD : count - 1] * dim;                     \
+            for (int j = 0; j < vectors * WIDTH; j += 64 / (int)sizeof(type##_)) __builtin_prefetch(later + j);        \
+            _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++) {                                                \
+                N(vec) part = N(load_##type)(value + j * WIDTH);                                                       \
+                _Pragma("GCC unroll 4") for (int g = 0; g < heads; g++) sum[g][j] += weight[g * stride + c] * part;    \
+            }                                                                                                          \
+        }                                                                                                              \
+        _Pragma("GCC unroll 4") for (int g = 0; g < heads; g++) _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)  \
+            *(N(loose) *)(out + g * dim + j * WIDTH) = sum[g][j];                                                      \
+    }
+
+/* In place: weights of a softmax whose sum a sink may share. The rest of the last vector is written, too. */
+TARGET static void N(softmax)(float *score, long count, float scale, const float *bias, const float *sink) {
+    long padded = (count + WIDTH - 1) / WIDTH * WIDTH;
+    for (long c = count; c < padded; c++) score[c] = score[count - 1];
+    for (long c = 0; c < padded; c += WIDTH) *(N(loose) *)(score + c) = N(load_float)(score + c) * scale;
+    for (long c = 0; c < count && bias; c++) score[c] += bias[c];
+    for (long c = count; c < padded; c++) score[c] = score[count - 1];
+    N(vec) largest_of = N(load_float)(score), sums = {0};
+    for (long c = WIDTH; c < padded; c += WIDTH) largest_of = N(larger)(largest_of, N(load_float)(score + c));
+    float largest = sink ? *sink : largest_of[0], sum = 0;
+    for (int i = 0; i < WIDTH; i++) largest = largest_of[i] > largest ? largest_of[i] : largest;
+    for (long c = count; c < padded; c++) score[c] = -INFINITY;
+    for (long c = 0; c < padded; c += WIDTH) {
+        N(vec) part = N(exp)(N(load_float)(score + c) - largest);
+        *(N(loose) *)(score + c) = part;
+        sums += part;
+    }
+    for (int i = 0; i < WIDTH; i++) sum += sums[i];
+    float share = 1 / (sum + (sink ? expf(*sink - largest) : 0));
+    for (long c = 0; c < padded; c += WIDTH) *(N(loose) *)(score + c) = N(load_float)(score + c) * share;
+}
+
+#define FETCH(rows, slot, count, dim, type)                                                                            \
+    for (long c = 0; c < AHEAD && c < count; c++)                                                                      \
+        for (long d = 0; d < dim; d += 64 / (long)sizeof(type##_)) __builtin_prefetch((rows) + slot[c] * dim + d);
+
+#define ATTEND(type)                                                                                                   \
+    SCORES(1, type) SCORES(2, type) SCORES(4, type)                                                                    \
+    VALUES(1, 1, type) VALUES(2, 1, type) VALUES(1, 4, type) VALUES(2, 4, type)                                        \
+    VALUES(4, 1, type) VALUES(4, 4, type)                                                                              \
+    static void N(attend_##type)(const struct decode *in) {                                                            \
+        static void (*const scores[])(const float *, const type##_ *, const int64_t *, long, long, float *, long) = {  \
+            N(scores_##type##1), N(scores_##type##2), N(scores_##type##4)};                                            \
+        static void (*const values[][2])(const type##_ *, const int64_t *, long, long, const float *, long, float *) = \
+            {{N(values_##type##1_1), N(values_##type##1_4)}, {N(values_##type##2_1), N(values_##type##2_4)},           \
+             {N(values_##type##4_1), N(values_##type##4_4)}};                                                          \
+        long dim = in->dim, group = in->heads / in->kv_heads;                                                          \
+        const int64_t *slot = in->slots;                                                                               \
+        const float *bias = in->bias;                                                                                  \
+        for (long b = 0; b < in->batch; b++) {                                                                         \
+            long count = in->counts[b];                                                                                \
+            for (long head = 0; head < in->heads;) {                                                                   \
+                long kv = head / group, left = (kv + 1) * group - head;                                                \
+                int two = left < HEADS ? left / 2 : HEADS / 2, some = two ? 2 * two : 1; /* 1, 2 or 4 */               \
+                const type##_ *keys = (const type##_ *)in->keys + kv * in->num_slots * dim;                            \
+                const type##_ *vals = (const type##_ *)in->values + kv * in->num_slots * dim;                          \
+                float *out = in->out + (b * in->heads + head) * dim;                                                   \
+                scores[two](in->q + b * in->q_stride + head * dim, keys, slot, count, dim, in->scratch,           \
+                                 in->score_stride);                                                                    \
+                FETCH(vals, slot, count, dim, type)                                                                    \
+                for (long g = 0; g < some; g++)                                                                        \
+                    N(softmax)(in->scratch + g * in->score_stride, count, in->scale,                                   \
+                               bias ? bias + (head + g) * count : 0, in->sinks ? in->sinks + head + g : 0);            \
+                memset(out, 0, some * dim * 4);                                                                        \
+                for (long c = 0; c < count; c += TOKENS) {                                                             \
+                    long part = count - c < TOKENS ? count - c : TOKENS, d = 0;                                        \
+                    for (; d + 4 * WIDTH <= dim; d += 4 * WIDTH)                                                       \
+                        values[two][1](vals + d, slot + c, part, dim, in->scratch + c, in->score_stride, out + d);  \
+                    for (; d < dim; d += WIDTH)                                                                        \
+                        values[two][0](vals + d, slot + c, part, dim, in->scratch + c, in->score_stride, out + d);  \
+                }                                                                                                      \
+                head += some;                                                                                          \
+                if (head < in->heads) FETCH(keys + (head / group - kv) * in->num_slots * dim, slot, count, dim, type)  \
+            }                                                                                                          \
+            slot += count;                                                                                             \
+            if (bias) bias += in->heads * count;                                                                       \
+        }                                                                                                              \
+    }
+ATTEND(float)
+ATTEND(bfloat16)
+
+#undef TILE
+#undef FOLD
+#undef FETCH
+#undef LANES
+#undef EIGHT
+#undef HIGH
+#undef LOW
+#undef SCORES
+#undef VALUES
+#undef ATTEND
+#undef PANEL
+#undef N
+#undef JOIN
+#undef JOIN_

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from exeplan.core.bounds import Bound
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, Schedule, Stage
-from exeplan.drift.state import DriftState, Replanned, ReplanState, summary
+from exeplan.drift.state import DriftState, FewerDevices, Replanned, ReplanState, summary
 from exeplan.runner.ipc.messages import Event, Stats
 from exeplan.runner.server.clients import Totals
 from exeplan.runner.server.metrics import FINISH_REASONS, REJECTIONS, Histogram, Reading, ServeMetrics
@@ -176,7 +176,8 @@ def test_no_sample_has_another_name(engine):
     engine.observed.p99_output = 2
     last = Replanned(number=1, seconds=1.0, source="drift", reason="", plan=active, old=None, new=None, diff="")
     drift = DriftState(bound_share=0.9, best_gain=0.1, missed=1.5)
-    engine.replanning = summary(ReplanState(mode="auto", plan=active, drift=drift, last=last))
+    devices = FewerDevices(num_replicas=1, missed=1.5, verdict="1 of 2 devices are left")
+    engine.replanning = summary(ReplanState(mode="auto", plan=active, drift=drift, last=last, devices=devices))
     scaling = "replicas_wanted replicas_needed replicas_serving replicas_starting replicas_draining arrival_rate"
     engine.scaling = dict.fromkeys(scaling.split(), 1.0)
     ran = {"iteration_tokens": 7, "num_blocks": 10, "free_blocks": 5}

@@ -16,6 +16,6 @@ for peer in "${@:-openvino ctranslate2 vllm}"; do
         # shellcheck disable=SC2086 # One word a package.
         "$folder/$one/bin/pip" install --quiet $packages
         # Text needs them not, and where they are not built for the torch that came along, their import fails.
-        [ "$one" = ctranslate2 ] || "$folder/$one/bin/pip" uninstall --quiet --yes torchvision torchaudio
+        [ "$one" = ctranslate2 ] || "$folder/$one/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
     done
 done

@@ -447,8 +447,8 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/policies/turbo.py",
-        "tried[best] + overhead",
-        "tried[best]",
+        "tried[every, best] + overhead",
+        "tried[every, best]",
         "TurboBatching cuts batches at no cost",
         ("tests/policies/test_turbo.py",),
     ),

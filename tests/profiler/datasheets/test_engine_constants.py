@@ -170,7 +170,7 @@ def test_auto_keeps_to_what_the_engine_schedules_by(
     assert main(asked) == 0
     found = capsys.readouterr()
     assert {one["policy"] for one in json.loads(found.out)["candidates"]} == {"chunked", "rra"}
-    assert "note: searched what sglang schedules by: chunked, rra; --policy NAME takes another" in found.err
+    assert "note: searched what sglang schedules by: chunked, rra, waa-c; --policy NAME takes another" in found.err
     assert main([*asked, "--policy", "orca"]) == 0
     found = capsys.readouterr()
     assert {one["policy"] for one in json.loads(found.out)["candidates"]} == {"orca"}

@@ -168,7 +168,7 @@ def test_fp8_equals_what_transformers_dequantizes(layout, checkpoint):
     stored, name = load_file(directory / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
     block = json.loads((directory / "config.json").read_text())["quantization_config"]["weight_block_size"]
     expected = _dequantize_fp8_weight(stored[name], stored[f"{name}_scale_inv"], block, torch.float32)
-    found = runner_of(directory, "float32").model.layers[1].mlp.down.weight.to_dense()
+    found = runner_of(directory, "float32").model.layers[1].mlp.down.dense()
     assert torch.equal(found, expected)
 
 
@@ -180,14 +180,14 @@ def test_mxfp4_equals_what_transformers_dequantizes(tmp_path):
     ).eval()
     runner = runner_of(directory, "float32")
     expected = model.model.layers[0].mlp.experts.down_proj
-    assert torch.equal(runner.model.layers[0].mlp.experts[0].down.weight.to_dense(), expected[0].t())
+    assert torch.equal(runner.model.layers[0].mlp.experts[0].down.dense(), expected[0].t())
     assert error(logits(directory, "float32"), expected_logits(model)) < 1e-4
     spec = load_model_spec(str(directory))
     for rank in range(2):  # Of experts that are divided each rank reads its own.
         shard = replace(whole(spec), group=Silent(2, rank), whole_experts=True)
         [held, *_] = mixtures_of(ModelRunner(spec, shard=shard, num_blocks=1).model)
         assert len(held.experts) == 2
-        assert torch.equal(held.experts[0].down.weight.to_dense(), expected[2 * rank].t())
+        assert torch.equal(held.experts[0].down.dense(), expected[2 * rank].t())
 
 
 WHOLE, UNEVEN = [[0, 3]], [[0, 2], [2, 3]]

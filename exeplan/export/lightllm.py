@@ -34,6 +34,8 @@ from exeplan.export.shape import (
 
 _PORT = 8000
 _UTILIZATION = 0.9
+_LISTENS = ("--host", "0.0.0.0", "--port", f"{_PORT}")
+"""By its default LightLLM is reached from its own host, or container, alone."""
 
 
 def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
@@ -55,7 +57,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         if group.kv_cache_tokens:
             options += ["--max_total_token_num", f"{group.kv_cache_tokens}"]
         options += ["--mem_fraction", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
-        return [*options, "--disable_chunked_prefill", "--disable_dynamic_prompt_cache", "--port", f"{_PORT}"], {}
+        return [*options, "--disable_chunked_prefill", "--disable_dynamic_prompt_cache", *_LISTENS], {}
 
     return Export(
         engine="LightLLM",

@@ -52,7 +52,7 @@ def test_lightllm() -> None:
         "--model_dir", "organisation/name", "--tp", "2", "--max_req_total_len", "64000",
         "--router_max_wait_tokens", "24", "--disable_aggressive_schedule", "--running_max_req_size", "124",
         "--batch_max_tokens", "99000", "--max_total_token_num", "64000", "--mem_fraction", "0.9",
-        "--disable_chunked_prefill", "--disable_dynamic_prompt_cache", "--port", "8000",
+        "--disable_chunked_prefill", "--disable_dynamic_prompt_cache", "--host", "0.0.0.0", "--port", "8000",
     )  # fmt: skip
     assert "more than 300 requests in flight break the plan's bound" in " ".join(found.remarks)
     with pytest.raises(InputError, match="by a file of calibrated scales only"):

@@ -14,4 +14,5 @@ CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 python3 -m lightllm.server.api_server \
     --mem_fraction 0.9 \
     --disable_chunked_prefill \
     --disable_dynamic_prompt_cache \
+    --host 0.0.0.0 \
     --port 8000

@@ -32,11 +32,6 @@ class Linear:
             weight_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _PACK_ROWS)
         self.weight = weight_OI
 
-    @property
-    def padding_bytes(self) -> int:
-        """Of the packed weight's last panel, which no checkpoint has."""
-        return self.weight.nbytes - 4 * self.out_features * self.in_features if self._native else 0
-
     def dense(self) -> Tensor:
         """The weight `[O, I]` as it was before packing."""
         if self._native:

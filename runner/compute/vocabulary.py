@@ -29,7 +29,6 @@ class Vocabulary:
             self.output = Linear(self.table_VE if tied else self._take(weights, head, width))
             if tied and self.output.packed:  # A second copy of the table.
                 weights.num_bytes += self.table_VE.nbytes
-            weights.num_bytes += self.output.padding_bytes
 
     def embed(self, token_N: Tensor) -> Tensor:
         """Rows of the table, `[N, E]`."""

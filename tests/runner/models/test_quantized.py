@@ -130,9 +130,12 @@ def test_weights_stay_in_their_bits(family, layout, checkpoint):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["awq-32", "gptq-4-order", "gptq-8", "gptq-4-channel", "w8a16", "fp8-blocks"])
 def test_the_bytes_that_are_counted_are_those_that_are_held(layout, dtype, checkpoint):
+    """But for the rows of zeros in the last panel of the compiled product with a small vocabulary."""
     directory, _ = checkpoint("qwen3", layout)
     found = runner_of(directory, dtype)
-    assert found.weight_bytes == tensor_bytes(found.model) - tensor_bytes(found.model.angles)
+    head = found.model.vocabulary.output
+    last_panel = head.weight.nbytes - head.dense().nbytes if dtype == "float32" else 0
+    assert found.weight_bytes == tensor_bytes(found.model) - tensor_bytes(found.model.angles) - last_panel
     random = runner_of(directory, dtype, dummy=True)
     assert random.weight_bytes == found.weight_bytes
 

@@ -2,10 +2,9 @@
 
 Letters: N rows (tokens), I inputs, O outputs.
 
-The packed copy replaces the plain one. On one thread the compiled kernels (`native`) multiply it: at 208 to 239 GFLOP/s
-with 32 rows where oneDNN has 151 to 185 and the plain product 71 to 86 (one Zen 5 core, weights from memory), and no
-slower with any other number of rows. Elsewhere oneDNN does; there one to three rows cost more than four, so they are
-padded to four. Other devices and dtypes take torch's own product. Not here: quantised weights.
+The packed copy replaces the plain one. On one thread the compiled kernels (`native`) multiply it, elsewhere oneDNN does;
+there one to three rows cost more than four, so they are padded to four. LOG.md (2026-11-25) has what each was measured
+at. Other devices and dtypes take torch's own product. Not here: quantised weights.
 """
 
 import torch

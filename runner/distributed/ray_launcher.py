@@ -240,7 +240,7 @@ class _Awaited:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def close(self) -> None:
-        """Gives the room to whoever reserves next."""
+        """Gives the room to the next one that reserves it."""
         self._closed.set()
         _remove(self._group)
 

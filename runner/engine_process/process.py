@@ -245,7 +245,7 @@ class _EngineLoop:
             # A request that got tokens during a switch of plans may have been aborted since.
             due = [output for output in outputs if output.request_id in self._requests]
             events = [event for output in due if (event := self._due(output))]
-            self._send(IterationDone(events=events, stats=replace(_stats(self._engine), **self._speed.look())))
+            self._send(IterationDone(events=events, stats=_stats(self._engine, **self._speed.look())))
 
     def _take(self, command: Command, outputs: "list[Output]") -> EngineEvent | None:
         """Carries a command out. Returns the answer, if there is one now."""
@@ -383,8 +383,8 @@ def _event(output: "Output", arrival: float) -> Event:
     )
 
 
-def _stats(engine: "Engine") -> Stats:
-    """After a step: several batches of a pipeline may have ended in it, or none."""
+def _stats(engine: "Engine", **speed: float) -> Stats:
+    """After a step: several batches of a pipeline may have ended in it, or none. `speed` is of `SpeedWatch.look`."""
     return Stats(
         num_waiting=engine.num_waiting,
         num_running=engine.num_running,
@@ -394,4 +394,5 @@ def _stats(engine: "Engine") -> Stats:
         iteration_tokens=sum(step.num_new_tokens for step in engine.last_steps),
         num_prefill=sum(step.num_prefill for step in engine.last_steps),
         num_decode=sum(step.num_decode for step in engine.last_steps),
+        **speed,
     )

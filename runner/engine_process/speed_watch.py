@@ -34,6 +34,8 @@ class SpeedWatch:
 
     def timed(self, step: Callable[[], T]) -> T:
         """Runs an iteration."""
+        if self._reference is None:
+            return step()
         wall, cpu = time.perf_counter(), time.thread_time()
         result = step()
         self._wall += time.perf_counter() - wall

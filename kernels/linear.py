@@ -2,7 +2,7 @@
 
 Letters: N rows (tokens), I inputs, O outputs.
 
-The packed copy replaces the plain one. On one thread the compiled kernels (`native`) multiply it, elsewhere oneDNN does;
+The packed copy replaces the plain one. On one thread the compiled kernels (`native`) multiply it, elsewhere oneDNN;
 there one to three rows cost more than four, so they are padded to four. LOG.md (2026-11-25) has what each was measured
 at. Other devices and dtypes take torch's own product. Not here: quantised weights.
 """

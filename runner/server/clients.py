@@ -79,6 +79,14 @@ def client_of(request: HTTPConnection) -> Client:
     return client_in(request.scope)
 
 
+def check_admin(request: HTTPConnection, doing: str, *, or_else: str = "") -> None:
+    """Raises RequestError 403 without an administrator's key; `or_else` is another way to do it."""
+    if not request.app.state.has_key:
+        raise RequestError(f"{doing} needs a server with an API key (--api-key){or_else}", status=403)
+    if not client_of(request).admin:
+        raise RequestError(f"{doing} is not for this API key; in the file of keys `admin: true` allows it", status=403)
+
+
 def client_in(scope: Scope) -> Client:
     """As `client_of`."""
     client: Client = scope["state"]["client"]

@@ -11,7 +11,7 @@ from exeplan.drift import state as drift_state
 from exeplan.errors import InputError
 from exeplan.planner.reports.tables import json_line
 from exeplan.runner.engine_process.job import EngineError
-from exeplan.runner.server.clients import client_of
+from exeplan.runner.server.clients import check_admin
 from exeplan.runner.server.connection import read_body
 from exeplan.runner.server.plan_control import Acceptance, Adopted, Veto, Vetoed, control
 from exeplan.runner.server.predicted import predicted_and_observed
@@ -39,12 +39,7 @@ async def plan(service: Served) -> Response:
     responses=failures(400, 408, 409, 413, 503),
 )
 async def change_plan(request: Request, service: Served) -> Response:
-    if not request.app.state.has_key:
-        raise RequestError("changing the plan needs a server with an API key (--api-key), or SIGHUP", status=403)
-    if not client_of(request).admin:
-        raise RequestError(
-            "this API key may not change the plan; in the file of keys `admin: true` allows it", status=403
-        )
+    check_admin(request, "changing the plan", or_else=", or SIGHUP")
     service.check_loaded()
     try:
         return JSONResponse(await control(service, await read_body(request)))

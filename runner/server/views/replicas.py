@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from exeplan.errors import InputError
 from exeplan.runner.engine_process.replicas import ReplicaSet
-from exeplan.runner.server.clients import client_of
+from exeplan.runner.server.clients import check_admin
 from exeplan.runner.server.connection import read_body
 from exeplan.runner.server.protocol import RequestError, Strict, check, read_object
 from exeplan.runner.server.service import Service
@@ -63,12 +63,7 @@ async def replicas(service: Served) -> Response:
     responses=failures(400, 408, 409, 413, 503),
 )
 async def change_replicas(request: Request, service: Served) -> Response:
-    if not request.app.state.has_key:
-        raise RequestError("draining a replica needs a server with an API key (--api-key)", status=403)
-    if not client_of(request).admin:
-        raise RequestError(
-            "this API key may not drain replicas; in the file of keys `admin: true` allows it", status=403
-        )
+    check_admin(request, "draining a replica")
     service.check_loaded()
     try:
         return JSONResponse(_shown(_change(_replicas(service), read_object(await read_body(request)))))

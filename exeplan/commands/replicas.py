@@ -39,10 +39,10 @@ def run(args: argparse.Namespace) -> int:
 
     from exeplan.planner.reports.tables import table
 
-    _check(args)
+    patience = _check(args)
     found = _ask(args, _change(args))
-    if args.wait is not None:
-        found = _await(args, found)
+    if patience is not None:
+        found = _await(args, found, patience)
     if args.json:
         print(json.dumps({"replicas": found}))
         return 0
@@ -51,8 +51,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> float | None:
+    """How many seconds it waits, if it does. Raises InputError for what does not go together."""
     from exeplan.errors import InputError
+    from exeplan.units import seconds
 
     if not args.url.startswith(("http://", "https://")):
         raise InputError(f"the server's URL must begin with http:// or https://, found '{args.url}'")
@@ -62,6 +64,7 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--move belongs to drain")
     if args.wait is not None and not args.action:
         raise InputError("--wait belongs to drain and resume")
+    return None if args.wait is None else seconds(args.wait, "--wait")
 
 
 def _change(args: argparse.Namespace) -> Mapping[str, Any] | None:
@@ -70,12 +73,11 @@ def _change(args: argparse.Namespace) -> Mapping[str, Any] | None:
     return {args.action: args.number, **({"move": True} if args.move else {})}
 
 
-def _await(args: argparse.Namespace, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _await(args: argparse.Namespace, found: list[dict[str, Any]], patience: float) -> list[dict[str, Any]]:
     """The replicas once that one is as it was asked to be. Raises InputError where that takes too long."""
     from exeplan.errors import InputError
-    from exeplan.units import seconds
 
-    deadline = time.monotonic() + seconds(args.wait, "--wait")
+    deadline = time.monotonic() + patience
     while (state := found[args.number]["state"]) != _REACHED[args.action]:
         if time.monotonic() > deadline:
             raise InputError(f"replica {args.number} is {state} after {args.wait}; it goes on with that")

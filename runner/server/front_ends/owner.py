@@ -99,7 +99,7 @@ class FrontEnds:
         return self._num_refused + sum(one.told.num_refused for one in self._here.values())
 
     def reading(self) -> Mapping[str, int]:
-        """The requests of each that have not been answered, by host and port."""
+        """The requests of each that have not been answered, by its node's address and its port."""
         return {one.name: one.num_jobs for one in self._here.values() if one.name}
 
     async def _place(self) -> None:
@@ -150,7 +150,7 @@ class _FrontEnd:
         self._service, self._app, self._keys = service, app, keys
         self._placed, self._reader, self._writer = placed, reader, writer
         self.name = ""
-        """Host and port, once it answers requests."""
+        """Its node's address and its port, once it answers requests."""
         self.told = FrontEndState(draining=False, num_pending=0, num_refused=0)
         self._answering: dict[str, asyncio.Task[None]] = {}
         self._asked: set[asyncio.Task[None]] = set()
@@ -181,7 +181,7 @@ class _FrontEnd:
         except (MessageError, asyncio.IncompleteReadError, OSError) as error:
             if self.name:
                 why = f": {error}" if isinstance(error, MessageError) else ""
-                log.warning("the front end at %s is gone, and %d requests with it%s", self.name, self.num_jobs, why)
+                log.warning("the front end on %s is gone, and %d requests with it%s", self.name, self.num_jobs, why)
         finally:
             tasks = [telling, *self._answering.values(), *self._asked]
             for task in tasks:
@@ -205,8 +205,8 @@ class _FrontEnd:
             case FrontEndState():
                 self.told = message
             case FrontEndListens():
-                self.name = message.url.partition("://")[2]
-                log.info("front end %d answers at %s", self._placed.number, message.url)
+                self.name = f"{self._placed.address}:{message.url.rpartition(':')[2]}"
+                log.info("front end %d on %s answers at %s", self._placed.number, self._placed.address, message.url)
             case FrontEndRefused():
                 log.error("front end %d on %s: %s", self._placed.number, self._placed.address, message.message)
             case _:

@@ -63,10 +63,17 @@ def _serve(setup: FrontEndSetup, connection: socket.socket) -> int:
     host = host_here(options.host, setup.address)
     with open_listener(host, options.port) as listener:
         port = listener.getsockname()[1]
-        shown = f"[{setup.address}]" if ":" in setup.address else setup.address
+        shown = url_host(host, setup.address)
         front_end = _FrontEnd(plan, spec, options, keys, tls, Hosts(host, options.allowed_hosts))
         asyncio.run(front_end.run(listener, connection, f"{'https' if tls else 'http'}://{shown}:{port}"))
     return 0
+
+
+def url_host(host: str, address: str) -> str:
+    """Where what listens on `host` of the node at `address` is reached."""
+    everywhere = host in ("0.0.0.0", "::")
+    found = address if everywhere else host.strip("[]")
+    return f"[{found}]" if ":" in found else found
 
 
 def host_here(host: str, address: str) -> str:

@@ -38,7 +38,7 @@ class Service:
 
     @property
     def urls(self) -> list[str]:
-        return re.findall(r"front end 1 answers at (\S+)", self.log.read_text())
+        return re.findall(r"front end 1 on \S+ answers at (\S+)", self.log.read_text())
 
     @property
     def other(self) -> Running:

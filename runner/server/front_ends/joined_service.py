@@ -5,12 +5,14 @@ refuse a request early, before its body is read.
 """
 
 import asyncio
+import logging
 from pathlib import Path
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from
 from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.ipc.front_end_messages import FrontEndState, PlanRuns
@@ -20,6 +22,7 @@ from exeplan.runner.server.front_ends.joined_engine import JoinedEngine
 from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.service import Service
 
+log = logging.getLogger(__name__)
 OF_OWNER = ("/plan", "/replicas", "/dashboard")
 """Paths whose answers are of the whole service."""
 _ASK_SECONDS = 330.0
@@ -42,7 +45,10 @@ class JoinedService(Service):
 
     def follow(self, message: PlanRuns) -> None:
         """Predictions and bounds are those of this plan from now on."""
-        self.switch_to(plan_from(message.plan, folder=Path("/")))
+        try:
+            self.switch_to(plan_from(message.plan, folder=Path("/")))
+        except InputError as error:  # Its policy may be a file that this node has not.
+            log.error("predictions stay those of the plan before: %s", error)
 
 
 class OfOwner:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, assert_never
 
 from msgspec import Struct
@@ -42,9 +42,11 @@ from exeplan.runner.ipc.front_end_messages import (
     ServiceState,
     SubmitJob,
 )
+from exeplan.runner.ipc.messages import Event
 from exeplan.runner.ipc.tether import BEAT_SECONDS, LOST_SECONDS
 from exeplan.runner.server.api_keys import ApiKeys
 from exeplan.runner.server.clients import Client
+from exeplan.runner.server.connection import error_response
 from exeplan.runner.server.front_ends.placer_process import PlacerProcess
 from exeplan.runner.server.generation import as_request_error
 from exeplan.runner.server.protocol import RequestError
@@ -129,7 +131,7 @@ class FrontEnds:
                 del self._here[placed.number]
             placer.send(FrontEndLost(number=placed.number))
 
-    def _begin(self, work: Any) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -263,14 +265,15 @@ class _FrontEnd:
 
     async def _ask(self, asked: AskOwner) -> None:
         try:
-            client = self._client(asked.client)
+            answer = await _response(self._app, asked, self._client(asked.client))
         except RequestError as error:
-            client = Client()
-            log.warning("%s %s of a front end: %s", asked.method, asked.path, error)
-        self.send(await _response(self._app, asked, client))
+            refusal = error_response(error)
+            answer = _answer_of(asked, refusal.status_code, refusal.raw_headers, bytes(refusal.body))
+        self.send(answer)
 
 
-def _renamed(event: Any, job: str) -> Any:
+def _renamed(event: Event, job: str) -> Event:
+    """With the front end's name of the sequence."""
     return replace(event, request_id=f"{job}-{event.request_id.partition('-')[2]}")
 
 
@@ -333,5 +336,9 @@ async def _response(app: ASGIApp, asked: AskOwner, client: Client) -> OwnerAnswe
 
     with contextlib.suppress(Exception):  # A view's fault is logged and answered by the application.
         await app(scope, receive, send)
-    headers = [(bytes(name), bytes(value)) for name, value in start["headers"]]
-    return OwnerAnswer(number=asked.number, status=start["status"], headers=headers, body=bytes(body))
+    return _answer_of(asked, start["status"], start["headers"], bytes(body))
+
+
+def _answer_of(asked: AskOwner, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> OwnerAnswer:
+    plain = [(bytes(name), bytes(value)) for name, value in headers]
+    return OwnerAnswer(number=asked.number, status=status, headers=plain, body=body)

@@ -32,6 +32,7 @@ _OPTIONS = (
     "order",
     "ttft",
     "tpot",
+    "itl",
     "attainment",
     "arrival_rate",
     "arrivals",
@@ -89,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "mean; several after commas",
     )
     parser.add_argument("--tpot", metavar="BOUND", help="the same of the time per later token, such as p95:50ms")
+    parser.add_argument(
+        "--itl",
+        metavar="TIME",
+        help="further bound on every gap between two tokens of a request, such as 200ms: on the longest pass, not on "
+        "the mean",
+    )
     parser.add_argument(
         "--attainment",
         metavar="SHARE",

@@ -1,6 +1,7 @@
 """The longest stall of a stream: the most time that the passes of a schedule can take between two tokens of a request.
 
-    mixed     one pass of each micro-batch with the largest prefill that its policy admits beside a row that decodes
+    mixed     passes of the other micro-batches, then one's own, each with the largest prefill that is admitted to slots
+              of which one decodes; of prompts under a limit few long ones or many short ones
     apart     all prefills of a phase, one micro-batch behind the other, then one decode iteration
     n prompts together have at most n times the longest one's tokens, and at most what 4 standard deviations more than
               their mean are; one alone is the longest
@@ -38,20 +39,23 @@ class Stall:
 def longest_stall(steady: SteadyState, cost: CostModel) -> Stall:
     """Of a schedule on the placement of the cost model."""
     schedule, workload = steady.schedule, steady.workload
-    policy = load_policy(schedule.policy)
+    policy, groups, residents = load_policy(schedule.policy), schedule.num_micro_batches, steady.cycle.num_seqs
     most, limits = prefill_between_tokens(schedule), policy.pass_limits(schedule)
-    context = math.ceil(steady.kv_tokens / steady.cycle.num_seqs)
-    clock = _Clock(cost.for_policy(policy), "decode" if policy.SEPARATE_STAGES else "", workload, context)
-    groups = schedule.num_micro_batches
-    rows = math.ceil((limits.decode_rows or steady.cycle.num_seqs) / groups)
+    clock = _Clock(
+        cost.for_policy(policy),
+        "decode" if policy.SEPARATE_STAGES else "",
+        workload,
+        math.ceil(steady.kv_tokens / residents),
+    )
+    rows = math.ceil((limits.decode_rows or residents + _SIGMAS * math.sqrt(residents)) / groups)
     if most.prompts < 1:
-        return Stall(seconds=clock.round(Batch(decode=clock.rows(rows)), groups), num_prompts=0, num_tokens=0)
+        return Stall(seconds=clock.seconds(Batch(decode=clock.rows(rows)), groups), num_prompts=0, num_tokens=0)
     if most.apart:
         prefill = clock.prefill(most, padded=policy.PADS_PROMPTS)
-        seconds = clock.chain(prefill, most.passes) + clock.round(Batch(decode=clock.rows(rows)), groups)
+        seconds = clock.seconds(prefill, most.passes) + clock.seconds(Batch(decode=clock.rows(rows)), groups)
         return _stall(seconds, prefill, most.passes)
     batches = clock.mixed(most, rows, cut=most.cuts and not cost.spec.is_encoder_decoder)
-    seconds, longest = max(((clock.round(batch, groups), batch) for batch in batches), key=lambda pair: pair[0])
+    seconds, longest = max(((clock.seconds(batch, groups), batch) for batch in batches), key=lambda pair: pair[0])
     return _stall(seconds, longest, groups)
 
 
@@ -80,11 +84,19 @@ class _Clock:
         law, places = self.workload.input_law, max(min(math.ceil(most.prompts / most.passes), slots - 1), 0)
         if not places:
             return [Batch(decode=self.rows(slots))]
-        if not cut or most.tokens is None:
-            room = None if most.tokens is None else most.tokens - 1
-            lengths = prompt_tokens(law, places, limit=room)
-            return [Batch(prefill=self._prompts(lengths), decode=self.rows(max(slots - len(lengths), 1)))]
-        return [self._chunks(most.tokens - rows, places, rows) for rows in sorted({1, min(slots - 1, most.tokens - 1)})]
+        if most.tokens is None:
+            return [self._whole(prompt_tokens(law, places), slots)]
+        room = most.tokens - 1
+        if not cut:
+            few, many = (prompt_tokens(law, places, limit=room, each=each) for each in (law.mean, law.min))
+            return [self._whole(few, slots), self._whole(many, slots)]
+        many = min(places, max(room // law.min, 1))
+        short = self._whole([max(min(room // many, law.max), 1)] * many, min(slots, many + 1))
+        rows = sorted({1, max(min(slots - 1, most.tokens - 1), 1)})
+        return [*(self._chunks(most.tokens - number, places, number) for number in rows), short]
+
+    def _whole(self, lengths: Sequence[int], slots: int) -> Batch:
+        return Batch(prefill=self._prompts(lengths), decode=self.rows(max(slots - len(lengths), 1)))
 
     def _chunks(self, room: int, places: int, rows: int) -> Batch:
         """Whole prompts and the end of one more, all of the longest, or so many as there are places for."""
@@ -105,13 +117,8 @@ class _Clock:
             for number, tokens in enumerate(lengths)
         )
 
-    def round(self, batch: Batch, groups: int) -> float:
-        """Seconds in which every micro-batch has such a pass."""
-        seconds = self._stages(batch)
-        return max(groups * max(seconds), sum(seconds))
-
-    def chain(self, batch: Batch, passes: int) -> float:
-        """Seconds until the last of so many such passes has left the last stage."""
+    def seconds(self, batch: Batch, passes: int) -> float:
+        """Until the last of so many such passes has left the last stage."""
         seconds = self._stages(batch)
         return sum(seconds) + (passes - 1) * max(seconds)
 
@@ -123,12 +130,12 @@ class _Clock:
         return self.cost.stage_seconds(batch)[: len(self.cost.servers[self.phase][0])]
 
 
-def prompt_tokens(law: LengthLaw, prompts: int, *, limit: int | None = None) -> list[int]:
+def prompt_tokens(law: LengthLaw, prompts: int, *, limit: int | None = None, each: float | None = None) -> list[int]:
     """Tokens of the most that so many prompts have together, evenly; with a `limit` of as many as it lets in, at least
-    one."""
+    one, that have `each` so many."""
     spread = _SIGMAS * law.std * math.sqrt(prompts)
     total = min(prompts * law.max, max(float(law.max), prompts * law.mean + spread))
     if limit is not None and total > limit:
-        prompts = max(1, min(prompts, round(limit / law.mean))) if limit > law.max else 1
+        prompts = max(1, min(prompts, int(limit / (each or law.mean)))) if limit > law.max else 1
         total = float(max(limit, law.max))
     return [math.ceil(total / prompts)] * prompts

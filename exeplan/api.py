@@ -33,7 +33,8 @@ from exeplan.planner.margins.margins import Risk
 from exeplan.planner.margins.risk import load_errors, parse_risk
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.simulation import Simulation, simulate_plan
-from exeplan.planner.solution import Solution, solve
+from exeplan.planner.solution import Solution
+from exeplan.planner.threads import solve_by_threads
 from exeplan.profiler.calibration.calibrate import with_shipped_engine
 from exeplan.profiler.datasheets.datasheet import (
     load_datasheet,
@@ -230,7 +231,7 @@ def optimize(
     part, whole = _gpus(measured, cluster, gpus)
     if gpus == "auto" and rate is None and not least:
         raise InputError("--gpus auto needs an --arrival-rate, --arrivals trace or --min-throughput to meet")
-    return solve(
+    return solve_by_threads(
         PlanRequest(
             profile=measured,
             workload=lengths,

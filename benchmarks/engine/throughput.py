@@ -230,7 +230,9 @@ def _last_error(text: str) -> str:
 
 
 def _measure(engine: str, python: str, folder: str, workload: str) -> dict[str, Any]:
-    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "OPENVINO_LOG_LEVEL": "0"}
+    # By itself vLLM keeps one of the cores it may use free, of which there is one here.
+    vllm = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENVINO_LOG_LEVEL": "0", **vllm}
     command = [python, "-m", "benchmarks.engine.throughput", "--child", engine, folder, workload]
     answer = subprocess.run(command, check=False, env={**os.environ, **own}, capture_output=True, text=True)
     lines = [line for line in answer.stdout.splitlines() if line.startswith("RESULT ")]

@@ -272,7 +272,9 @@ def _profile(args: argparse.Namespace, plan: "Plan", spec: "ModelSpec") -> "Prof
     from exeplan.planner.load_problem import profile_for
 
     reference = args.profile or plan.profile
-    return None if reference is None else profile_for(spec, load_profile(Path(reference)))
+    return (
+        None if reference is None else profile_for(spec, load_profile(Path(reference))).with_threads(plan.num_threads)
+    )
 
 
 def _prediction(plan: "Plan", profile: "Profile", spec: "ModelSpec", load: "Load") -> "RoutedRun":

@@ -88,8 +88,8 @@ class _Clock:
             return [self._whole(prompt_tokens(law, places), slots)]
         room = most.tokens - 1
         if not cut:
-            few, many = (prompt_tokens(law, places, limit=room, each=each) for each in (law.mean, law.min))
-            return [self._whole(few, slots), self._whole(many, slots)]
+            of_each = (law.mean, float(law.min))
+            return [self._whole(prompt_tokens(law, places, limit=room, each=each), slots) for each in of_each]
         many = min(places, max(room // law.min, 1))
         short = self._whole([max(min(room // many, law.max), 1)] * many, min(slots, many + 1))
         rows = sorted({1, max(min(slots - 1, most.tokens - 1), 1)})

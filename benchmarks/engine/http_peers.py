@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--budget", default="60s", help="of exeplan's profile")
+    parser.add_argument("--itl", metavar="TIME", help="bound on every gap between two tokens of exeplan's plan")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     args = parser.parse_args()
     os.environ |= _ONE_THREAD
@@ -123,7 +124,8 @@ class _Setup:
             return
         profile = self._folder / "profile.json"
         exeplan_command("profile", str(self._model), "-o", str(profile), "--budget", self._args.budget)
-        bounds = ("--latency-bound", "inf", "--max-num-seqs", str(self._args.concurrency))
+        bounds = ["--latency-bound", "inf", "--max-num-seqs", str(self._args.concurrency)]
+        bounds += ["--itl", self._args.itl] if self._args.itl else []
         told = exeplan_command(
             "optimize", "--profile", str(profile), "--workload", WORKLOAD, *bounds, "-o", str(self._plan), "--json"
         )
@@ -161,6 +163,7 @@ def _report(
         "workload": WORKLOAD,
         "requests": options["requests"],
         "concurrency": options["concurrency"],
+        "itl": options["itl"],
         "schedule": schedule,
         "runs": found,
         "medians": medians,

@@ -20,12 +20,13 @@ from exeplan.progress import SILENT, Told
 def solve_by_threads(request: PlanRequest, *, told: Told = SILENT) -> Solution:
     """The best plan of all numbers of threads, with what was tried where there are several.
 
-    Raises InputError for wrong input, and Infeasible, as the first number has it, where none has a plan.
+    Where none has a plan, raises what the first number's raises: InputError for wrong input, or Infeasible.
     """
     counts = request.profile.thread_counts
     if len(counts) == 1 or request.whole is not None:
         return solve(replace(request, profile=request.profile.with_threads(counts[0])), told=told)
     found: dict[int, Solution] = {}
+    errors: list[Infeasible | InputError] = []
     tried = []
     for number, count in enumerate(counts):
         part = told.part(number / len(counts), (number + 1) / len(counts), f"threads {count}")
@@ -35,9 +36,10 @@ def solve_by_threads(request: PlanRequest, *, told: Told = SILENT) -> Solution:
             plan = found[count].plan
         except (Infeasible, InputError) as error:
             refusal = str(error)
+            errors.append(error)
         tried.append(ThreadsTried(num_threads=count, num_devices=devices, plan=plan, refusal=refusal))
     if not found:
-        raise Infeasible(tried[0].refusal)
+        raise errors[0]
     best = max(tried, key=lambda one: one.score)
     return replace(found[best.num_threads], threads=tuple(tried))
 

@@ -275,7 +275,8 @@ class Problem:
         return _with_batch(schedule, name, low, self.workload)
 
     def with_shorter_stalls(self, schedule: Schedule) -> Schedule:
-        """The schedule with a limit on the tokens of a pass, where the tpot is bounded and every single gap is not.
+        """The schedule with a limit on the tokens of a pass, where single gaps are not bounded and one may exceed the
+        bound on the tpot.
 
         It is the largest of the policy's limits with which no pass takes longer than the bound, or a larger one, with
         which the bounds hold and the throughput stays as it is: a burst then stalls streams no longer than the traffic
@@ -288,6 +289,8 @@ class Problem:
             or not hasattr(policy, "token_limits")
             or "max_num_batched_tokens" in schedule.variables
         ):
+            return schedule
+        if self.longest_stall(schedule).seconds <= pace:
             return schedule
         limited = [
             replace(schedule, variables={**schedule.variables, "max_num_batched_tokens": tokens})

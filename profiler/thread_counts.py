@@ -18,7 +18,7 @@ def parse_threads(text: str) -> tuple[int, ...]:
     """`1,2` as numbers, the first one that of the devices. Raises InputError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise InputError(f"--threads must be a number of threads of at least 1, or several such as 1,2, found '{text}'")
+        raise InputError(f"--threads must be at least 1, a number or several such as 1,2, found '{text}'")
     counts = tuple(map(int, parts))
     if len(set(counts)) < len(counts):
         raise InputError(f"--threads names a number twice: {text}")

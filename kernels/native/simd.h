@@ -65,27 +65,24 @@ static void N(panel)(const float *x, long x_stride, const float *w, float *y, lo
     }
 }
 
-static void N(linear)(const float *x, long x_stride, const float *w, const float *bias, float *y, float *scratch,
-                      long rows, long inputs, long outputs, int add) {
-    long stride = inputs + PADDING;
-    float *edge = scratch + (rows < ROWS ? rows : ROWS) * stride;
-    for (long row = 0; row < rows; row += ROWS) {
-        long some = rows - row < ROWS ? rows - row : ROWS;
-        for (long i = 0; i < some; i++) memcpy(scratch + i * stride, x + (row + i) * x_stride, inputs * 4);
-        for (long o = 0; o < outputs; o += PANEL) {
-            long wide = outputs - o < PANEL ? outputs - o : PANEL;
-            float *to = y + row * outputs + o;
-            for (long i = 0; i < some && bias; i++)
-                for (long j = 0; j < wide; j++) to[i * outputs + j] = bias[o + j] + (add ? to[i * outputs + j] : 0);
-            if (wide == PANEL) {
-                N(panel)(scratch, stride, w + o * inputs, to, outputs, some, inputs, !add && !bias);
-                continue;
-            }
-            N(panel)(scratch, stride, w + o * inputs, edge, PANEL, some, inputs, 1);
-            for (long i = 0; i < some; i++)
-                for (long j = 0; j < wide; j++)
-                    to[i * outputs + j] = edge[i * PANEL + j] + (add || bias ? to[i * outputs + j] : 0);
+static void N(panels)(const void *job, long from, long to) {
+    const struct product *in = job;
+    float edge[ROWS * PANEL];
+    for (long o = from * PANEL; o < to * PANEL; o += PANEL) {
+        long wide = in->outputs - o < PANEL ? in->outputs - o : PANEL;
+        const float *w = in->w + o * in->inputs, *bias = in->bias;
+        float *y = in->y + o;
+        for (long i = 0; i < in->rows && bias; i++)
+            for (long j = 0; j < wide; j++)
+                y[i * in->outputs + j] = bias[o + j] + (in->add ? y[i * in->outputs + j] : 0);
+        if (wide == PANEL) {
+            N(panel)(in->x, in->x_stride, w, y, in->outputs, in->rows, in->inputs, !in->add && !bias);
+            continue;
         }
+        N(panel)(in->x, in->x_stride, w, edge, PANEL, in->rows, in->inputs, 1);
+        for (long i = 0; i < in->rows; i++)
+            for (long j = 0; j < wide; j++)
+                y[i * in->outputs + j] = edge[i * PANEL + j] + (in->add || bias ? y[i * in->outputs + j] : 0);
     }
 }
 
@@ -214,41 +211,44 @@ TARGET static void N(softmax)(float *score, long count, float scale, const float
     SCORES(1, type) SCORES(2, type) SCORES(4, type)                                                                    \
     VALUES(1, 1, type) VALUES(2, 1, type) VALUES(1, 4, type) VALUES(2, 4, type)                                        \
     VALUES(4, 1, type) VALUES(4, 4, type)                                                                              \
-    static void N(attend_##type)(const struct decode *in) {                                                            \
+    static void N(attend_##type)(const void *job, long from, long to) {                                                \
+        const struct decode *in = job;                                                                                 \
         static void (*const scores[])(const float *, const type##_ *, const int64_t *, long, long, float *, long) = {  \
             N(scores_##type##1), N(scores_##type##2), N(scores_##type##4)};                                            \
         static void (*const values[][2])(const type##_ *, const int64_t *, long, long, const float *, long, float *) = \
             {{N(values_##type##1_1), N(values_##type##1_4)}, {N(values_##type##2_1), N(values_##type##2_4)},           \
              {N(values_##type##4_1), N(values_##type##4_4)}};                                                          \
-        long dim = in->dim, group = in->heads / in->kv_heads;                                                          \
+        long dim = in->dim, group = in->heads / in->kv_heads, total = 0;                                               \
+        float *score = in->scratch + from * HEADS_AT_ONCE * in->score_stride;                                          \
         const int64_t *slot = in->slots;                                                                               \
         const float *bias = in->bias;                                                                                  \
-        for (long b = 0; b < in->batch; b++) {                                                                         \
+        for (long b = 0; b < in->batch; total += in->counts[b], slot += in->counts[b], b++) {                          \
             long count = in->counts[b];                                                                                \
+            /* The tokens before a head's keys, all heads of a sequence one after another, say whose they are. */      \
             for (long head = 0; head < in->heads;) {                                                                   \
                 long kv = head / group, left = (kv + 1) * group - head;                                                \
                 int two = left < HEADS ? left / 2 : HEADS / 2, some = two ? 2 * two : 1; /* 1, 2 or 4 */               \
+                long at = (total * in->kv_heads + kv * count) * in->threads / (in->tokens * in->kv_heads);             \
+                if (at < from || at >= to) { head += some; continue; }                                                 \
                 const type##_ *keys = (const type##_ *)in->keys + kv * in->num_slots * dim;                            \
                 const type##_ *vals = (const type##_ *)in->values + kv * in->num_slots * dim;                          \
                 float *out = in->out + (b * in->heads + head) * dim;                                                   \
-                scores[two](in->q + b * in->q_stride + head * dim, keys, slot, count, dim, in->scratch,           \
-                                 in->score_stride);                                                                    \
+                scores[two](in->q + b * in->q_stride + head * dim, keys, slot, count, dim, score, in->score_stride);   \
                 FETCH(vals, slot, count, dim, type)                                                                    \
                 for (long g = 0; g < some; g++)                                                                        \
-                    N(softmax)(in->scratch + g * in->score_stride, count, in->scale,                                   \
-                               bias ? bias + (head + g) * count : 0, in->sinks ? in->sinks + head + g : 0);            \
+                    N(softmax)(score + g * in->score_stride, count, in->scale, bias ? bias + (head + g) * count : 0,   \
+                               in->sinks ? in->sinks + head + g : 0);                                                  \
                 memset(out, 0, some * dim * 4);                                                                        \
                 for (long c = 0; c < count; c += TOKENS) {                                                             \
                     long part = count - c < TOKENS ? count - c : TOKENS, d = 0;                                        \
                     for (; d + 4 * WIDTH <= dim; d += 4 * WIDTH)                                                       \
-                        values[two][1](vals + d, slot + c, part, dim, in->scratch + c, in->score_stride, out + d);  \
+                        values[two][1](vals + d, slot + c, part, dim, score + c, in->score_stride, out + d);           \
                     for (; d < dim; d += WIDTH)                                                                        \
-                        values[two][0](vals + d, slot + c, part, dim, in->scratch + c, in->score_stride, out + d);  \
+                        values[two][0](vals + d, slot + c, part, dim, score + c, in->score_stride, out + d);           \
                 }                                                                                                      \
                 head += some;                                                                                          \
                 if (head < in->heads) FETCH(keys + (head / group - kv) * in->num_slots * dim, slot, count, dim, type)  \
             }                                                                                                          \
-            slot += count;                                                                                             \
             if (bias) bias += in->heads * count;                                                                       \
         }                                                                                                              \
     }

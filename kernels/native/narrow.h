@@ -145,6 +145,11 @@ NARROW static void to_digits(const void *job, long from, long to) {
     }
 }
 
+/* Four products a lane, added to its sum. GCC 12 copies and spills the sums of the intrinsic. */
+INLINE void dot(__m512i *sum, __m512i weights, __m512i digits) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(weights), "v"(digits));
+}
+
 INLINE __m512i four(const int8_t *x) {
     int32_t all;
     memcpy(&all, x, 4);
@@ -171,11 +176,11 @@ INLINE void tile_integers(const struct integers *in, const int8_t *x, const int3
             }
             UNROLL ROWS_OF {
                 __m512i digits = four(x + i * in->stride + c);
-                part[i][0] = _mm512_dpbusd_epi32(part[i][0], low, digits);
-                part[i][1] = _mm512_dpbusd_epi32(part[i][1], high, digits);
+                dot(&part[i][0], low, digits);
+                dot(&part[i][1], high, digits);
             }
         }
-        for (int j = 0; j < 2; j++) {
+        _Pragma("GCC unroll 2") for (int j = 0; j < 2; j++) { /* Indexed by constants alone, sums are in registers. */
             __m512i zero = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(zeros + g * WIDE + j * LANES_)));
             __m512 scale = _mm512_loadu_ps(scales + g * WIDE + j * LANES_);
             UNROLL ROWS_OF {

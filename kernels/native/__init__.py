@@ -63,11 +63,11 @@ def num_threads() -> int:
     return torch.get_num_threads()
 
 
-def remarks(device: torch.device, dtype: torch.dtype, threads: int) -> list[str]:
+def remarks(device: torch.device, dtype: torch.dtype) -> list[str]:
     """A sentence where torch's operations compute on a CPU what these kernels would on another build or processor."""
     if device.type != "cpu":
         return []
-    missing = _missing(threads)
+    missing = _missing(num_threads())
     if not missing and dtype == torch.bfloat16 and not multiplies_halves():
         return ["products of bfloat16 are torch's: the compiled ones need a processor with AVX-512 BF16"]
     return [f"{missing}: torch's operations are used, slower"] if missing else []

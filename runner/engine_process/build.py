@@ -138,8 +138,8 @@ def build_engine(
     from exeplan.runner.engine.tokenizer import Tokenizer
 
     spec = _spec(setup)
-    note(holding_remarks(spec, setup.engine.dtype, torch.device(setup.engine.device)))
     torch.set_num_threads(setup.num_threads)
+    note(holding_remarks(spec, setup.engine.dtype, torch.device(setup.engine.device)))
     executor = _executor(setup, spec, launcher, on_loss, on_progress)
     kv_budget, planned = executor.kv_budget, setup.engine.num_blocks
     if kv_budget:

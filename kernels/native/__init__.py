@@ -202,7 +202,7 @@ def linear_halves(x_NI: Tensor, weight: Tensor, bias_O: Tensor | None, outputs: 
     return y_NO
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedIntegers:
     """A weight `scale_OG * (value_OI - zero_OG)` in panels; values are of 8 or 4 bits, without a sign."""
 

@@ -68,6 +68,14 @@ def holding_remarks(spec: ModelSpec, dtype: str, place: torch.device) -> list[st
     return slower if how is None else [_how_held(spec, how, dtype, place), *slower]
 
 
+def other_kernels(profiled: str | None, place: torch.device) -> list[str]:
+    """A sentence where a CPU computes by other kernels than the plan's profile was measured with."""
+    here = native.description()
+    if profiled is None or place.type != "cpu" or profiled == here:
+        return []
+    return [f"the plan's profile was measured with other CPU kernels ({profiled}) than run here ({here}); profile again"]
+
+
 def _how_held(spec: ModelSpec, how: Quantization, dtype: str, place: torch.device) -> str:
     weights, bits = f"the weights of '{spec.name}' ({how})", held_bits(how, dtype, place)
     weights += " but for latent attention's, which are dequantized," if bits and spec.latent else ""

@@ -73,7 +73,7 @@ def other_kernels(profiled: str | None, place: torch.device) -> list[str]:
     here = native.description()
     if profiled is None or place.type != "cpu" or profiled == here:
         return []
-    return [f"the plan's profile was measured with other CPU kernels ({profiled}) than run here ({here}); profile again"]
+    return [f"the plan's profile was measured with other CPU kernels ({profiled}) than run here ({here})"]
 
 
 def _how_held(spec: ModelSpec, how: Quantization, dtype: str, place: torch.device) -> str:

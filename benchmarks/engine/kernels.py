@@ -5,21 +5,24 @@
 Products are of the engine's layers and of torch for the same weight: float32, bfloat16, 8 bits with a scale an output
 (rows of one digit, and of as many as bfloat16 needs) and 4 bits in groups of 128; FLOP are 2 N I O whatever the digits.
 Decode attention is of 32 sequences of equal length, by the compiled kernel and by torch's operations, with all heads
-and with a quarter of them for keys and values. Weights and caches come from memory: as many in turn as take
-`--megabytes`. Bytes of attention are keys and values, once. A read of memory is a sum of an array of that size. All
-take turns in a process pinned to a core, on its CPU time; medians of the repeats. Writes records/engine-kernels.json.
+and with a quarter of them for keys and values, and blocks in order or anywhere. Weights and caches come from memory: as
+many in turn as take `--megabytes`. Bytes of attention are keys and values, once. A read of memory is a sum of an array
+of that size. All take turns in a process pinned to a core, on its CPU time; medians of the repeats. Writes
+records/engine-kernels.json.
 """
 
 import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
+from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.lib.record import write_record
@@ -28,6 +31,7 @@ from exeplan.kernels.attention import CachedRows, decode_attention
 from exeplan.kernels.int_linear import IntLinear
 from exeplan.kernels.linear import Linear
 from exeplan.planner.reports.tables import table
+from exeplan.runner.compute.host_allocator import in_huge_pages
 
 SHAPES = {"qkv": (1536, 1024), "up and gate": (5632, 1024), "down": (1024, 2816)}
 """Outputs and inputs of a Llama's layer with 16 and 4 heads."""
@@ -119,30 +123,53 @@ def attention_rates(tokens: list[int], repeats: int, num_bytes: int) -> dict[str
         for count in tokens:
             size = 8 * SEQUENCES * count * num_kv_heads * HEAD_DIM
             calls: dict[str, tuple[Call, int]] = {"read": (lambda number: array.sum(), 1)}
-            for name, compiled in (("compiled", True), ("torch", False)):
-                calls[name] = _attention(count, num_heads, num_kv_heads, num_bytes // size + 1, compiled=compiled)
+            for name, scattered in (("blocks in order", False), ("blocks anywhere", True)):
+                tables = _tables(count, num_heads, num_kv_heads, num_bytes // size + 1, scattered=scattered)
+                calls[name] = tables.attention(CachedRows)
+                calls[f"{name}, torch"] = tables.attention(_WithTorch)
             for name, taken in seconds(calls, repeats).items():
                 moved = array.nbytes if name == "read" else size
                 rates.setdefault(name, {})[count] = 1e-9 * moved / taken
     return found
 
 
-def _attention(tokens: int, num_heads: int, num_kv_heads: int, layers: int, *, compiled: bool) -> tuple[Call, int]:
-    """Over blocks in random order, as those of a server are after a while."""
+@dataclass(frozen=True)
+class Tables:
+    """Keys and values `[L, R, D]` of as many layers, as the engine allocates them, and what attends to them."""
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    slots: NDArray[np.int64]
+    num_kv_heads: int
+
+    def attention(self, kind: type[CachedRows]) -> tuple[Call, int]:
+        cached = kind(
+            self.slots,
+            [len(self.slots) // SEQUENCES] * SEQUENCES,
+            num_heads=self.queries.shape[1],
+            num_kv_heads=self.num_kv_heads,
+            num_slots=self.keys.shape[1] // self.num_kv_heads,
+            like=self.keys[0],
+        )
+        return partial(self._attend, cached), len(self.keys)
+
+    def _attend(self, cached: CachedRows, layer: int) -> Tensor:
+        return decode_attention(self.queries, self.keys[layer], self.values[layer], cached, scale=HEAD_DIM**-0.5)
+
+
+def _tables(tokens: int, num_heads: int, num_kv_heads: int, layers: int, *, scattered: bool) -> Tables:
+    """Blocks of a sequence are beside each other, or anywhere, as those of a server are after a while."""
     slots = SEQUENCES * -(-tokens // BLOCK) * BLOCK
-    blocks = np.random.default_rng(0).permutation(slots // BLOCK).reshape(SEQUENCES, -1)
-    slot_X = (blocks[..., None] * BLOCK + np.arange(BLOCK)).reshape(SEQUENCES, -1)[:, :tokens].flatten()
-    keys, values = (torch.randn(layers, num_kv_heads * slots, HEAD_DIM) for _ in range(2))
-    q_BHD = torch.randn(SEQUENCES, num_heads, HEAD_DIM)
-    cached = (CachedRows if compiled else _WithTorch)(
-        slot_X,
-        [tokens] * SEQUENCES,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        num_slots=slots,
-        like=keys[0],
+    blocks = np.arange(slots // BLOCK)
+    if scattered:
+        np.random.default_rng(0).shuffle(blocks)
+    slot_SN = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(SEQUENCES, -1)
+    shape = (layers, num_kv_heads * slots, HEAD_DIM)
+    keys, values = (in_huge_pages(torch.empty(shape)).normal_() for _ in range(2))
+    return Tables(
+        keys, values, torch.randn(SEQUENCES, num_heads, HEAD_DIM), slot_SN[:, :tokens].flatten(), num_kv_heads
     )
-    return (lambda layer: decode_attention(q_BHD, keys[layer], values[layer], cached, scale=0.125)), layers
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { DEPTH = 256, ROWS = 480, PADDING = 16, AHEAD = 12, TOKENS = 64, HEADS_AT_ONCE = 4 };
+enum { DEPTH = 256, ROWS = 480, PADDING = 16, AHEAD = 16, TOKENS = 64, HEADS_AT_ONCE = 4 };
 typedef float float_;
 typedef uint16_t bfloat16_;
 

@@ -87,7 +87,9 @@ def test_without_threads_to_share_torch_multiplies(monkeypatch):
     assert linear.weight.is_mkldnn
     torch.testing.assert_close(linear(x), F.linear(x, linear.dense()), rtol=1e-5, atol=1e-5)
     [remark] = native.remarks(torch.device("cpu"), torch.float32)
-    assert remark == "the compiled CPU kernels found no OpenMP library for 2 threads: torch's operations are used, slower"
+    assert (
+        remark == "the compiled CPU kernels found no OpenMP library for 2 threads: torch's operations are used, slower"
+    )
 
 
 @pytest.mark.skipif(not native.multiplies_integers(), reason="a processor without AVX-512 VNNI")
@@ -102,9 +104,7 @@ def test_without_threads_to_share_torch_multiplies(monkeypatch):
     biased=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_products_of_integers_are_exact_for_the_digits(
-    rows, outputs, groups, fours, bits, count, dtype, biased, seed
-):
+def test_products_of_integers_are_exact_for_the_digits(rows, outputs, groups, fours, bits, count, dtype, biased, seed):
     torch.manual_seed(seed)
     inputs = 4 * groups * fours - (seed % 4 if groups == 1 else 0)
     value = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)

@@ -1,6 +1,6 @@
 """The CPU's compiled kernels: products of packed weights, and decode attention, on the threads that torch has.
 
-Letters: N rows (tokens), I inputs, O outputs, P outputs of a panel, G groups of inputs, D digits of a row, B sequences,
+Letters: N rows (tokens), I inputs, O outputs, P outputs of a panel, G groups of inputs, B sequences,
 H query heads, K key/value heads, D head_dim, C context tokens, R rows of the cache, X slots of all sequences.
 
 A weight is packed into panels of outputs, which a product reads once, in order; what the next tile of rows by outputs

@@ -246,7 +246,7 @@ def unpack_integers(weight: PackedIntegers) -> Tensor:
         for part in (value.flatten(3), weight.scales, weight.zeros)
     )
     groups = scale_OG.shape[1]
-    value_OGg = value_OI[:, : weight.inputs].unflatten(1, (groups, -1))
+    value_OGg = value_OI[:, : weight.inputs].reshape(len(value_OI), groups, -1)
     return ((value_OGg - zero_OG[..., None]) * scale_OG[..., None]).flatten(1)
 
 

@@ -68,14 +68,14 @@ def remarks(device: torch.device, dtype: torch.dtype) -> list[str]:
     if device.type != "cpu":
         return []
     missing = _missing(num_threads())
-    if not missing and dtype == torch.bfloat16 and not multiplies_halves():
+    if not missing and dtype == torch.bfloat16 and width() and not multiplies_halves():
         return ["products of bfloat16 are torch's: the compiled ones need a processor with AVX-512 BF16"]
     return [f"{missing}: torch's operations are used, slower"] if missing else []
 
 
 def _missing(threads: int) -> str:
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return f"the compiled CPU kernels are for x86-64, this is {platform.machine()}"
+        return ""  # There are none for it.
     if not module():
         return "the compiled CPU kernels were not built (they need GCC 12 or Clang)"
     if not width():

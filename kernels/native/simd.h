@@ -135,7 +135,7 @@ TARGET static inline N(vec) N(load_bfloat16)(const uint16_t *p) {
     return (N(vec))(__builtin_convertvector(*(const N(halves) *)p, N(words)) << 16);
 }
 
-/* Rows of keys or values that are read after those at hand; */
+/* Rows of keys or values that are read after those at hand. */
 struct N(rows_float) { const float *rows; const int64_t *slot; long count; };
 struct N(rows_bfloat16) { const uint16_t *rows; const int64_t *slot; long count; };
 #define LATER(own, at, left_)                                                                                          \

@@ -204,7 +204,7 @@ class CostModel(PlacementTimings):
         prefill, decode = {}, {}
         for size, shard in self.shards.items():
             curve = shard.prefill_curve(together)
-            prefill[size] = sum([_span(curve, *span) for span in spans]) / together
+            prefill[size] = sum([_span(curve, start, end) for start, end in spans]) / together
             decode[size] = shard.decode_curve(rows).at(context / rows) if rows else 0.0
         apart = self.spec.is_encoder_decoder
         seconds = {

@@ -37,8 +37,8 @@ class Curve:
         xs, seconds = self._lists
         i = bisect_right(xs, x)
         if 0 < i < len(xs):
-            low = xs[i - 1]
-            return seconds[i - 1] + (seconds[i] - seconds[i - 1]) * (x - low) / (xs[i] - low)
+            low, before = xs[i - 1], seconds[i - 1]
+            return before + (seconds[i] - before) * (x - low) / (xs[i] - low)
         i = min(max(i, 1), len(xs) - 1)
         if x <= xs[0] or len(xs) == 1:
             return seconds[0]

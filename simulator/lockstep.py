@@ -179,7 +179,7 @@ class Lane:
     @property
     def num_left(self) -> int:
         """Passes until a row has its last token."""
-        return min((count for count in self._finishing), default=self.count + 1) - self.count
+        return min(self._finishing, default=self.count + 1) - self.count
 
     def advance(self, ends: Sequence[float]) -> list[Row]:
         """Passes that ended then: a token for every row. Returns those that finished, at the last of them."""
@@ -253,7 +253,7 @@ class Queue(deque[SequenceState]):
         return super().__len__() + self._arrived - self._made
 
     def __bool__(self) -> bool:
-        return len(self) > 0
+        return self._made < self._arrived or super().__len__() > 0
 
     def __iter__(self) -> Iterator[SequenceState]:
         yield from tuple(super().__iter__())

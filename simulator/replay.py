@@ -171,13 +171,19 @@ class EngineReplay:
                 heappush(events, (now + _kv_transfer_seconds(batch, self.cost), number, batch, start, []))
 
     def interrupt(self, now: float) -> None:
-        """A request has come that was not known of: a batch that is repeated is not, after the pass that runs."""
+        """A request has come that was not known of: a batch that is repeated is not, after the pass that runs.
+
+        Where nothing can begin before a pass ends, it is looked at then.
+        """
         if self._repeating is not None:
             _, number, batch, start, ends = self._events[0]
             ends = _begun([start, *ends], now)[1:]
             self._events[0] = ends[-1], number, batch, start, ends
             self._repeating.pipeline.free[0] = ends[-1]
-        self.next = now
+        if self.incoming.expire or any(pipeline.free[0] <= now for pipeline in self.pipelines):
+            self.next = now
+        else:
+            self.next = min(self._events[0][0], *(pipeline.free[0] for pipeline in self.pipelines))
 
     def lose(self, now: float) -> dict[int, int]:
         """Its devices are gone, and nothing more happens. Returns the tokens of each request that has come and is not

@@ -23,6 +23,7 @@ from exeplan.core.metrics import Requests
 from exeplan.core.schedule import Schedule
 from exeplan.core.token_times import TokenTimes
 from exeplan.errors import InputError
+from exeplan.garbage import collected_seldom
 from exeplan.scheduling.router import Queues, Router
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.lockstep import Row
@@ -95,7 +96,8 @@ def routed_replay(
         for one, inbox in zip(replicas, inboxes, strict=True)
     ]
     stream.check(min((engine.scheduler for engine in engines), key=lambda scheduler: scheduler.num_blocks))
-    chosen = _run(stream, inboxes, engines, partial(Router(router).choose, queues))
+    with collected_seldom():
+        chosen = _run(stream, inboxes, engines, partial(Router(router).choose, queues))
     runs = tuple(engine.run() for engine in engines)
     places = [np.frombuffer(inbox.numbers, dtype=np.int64) for inbox in inboxes]
     return RoutedRun(requests=_merged([run.requests for run in runs], places), chosen=chosen, replicas=runs)
@@ -115,6 +117,11 @@ class Inbox:
     @property
     def all_arrived(self) -> bool:
         return self._num_arrived == len(self.numbers)
+
+    @property
+    def num_coming(self) -> int:
+        """Requests that the engine has not taken into account: it looks for them when something may begin."""
+        return len(self.numbers) - self._num_arrived
 
     def put(self, number: int, now: float) -> None:
         self.numbers.append(number)

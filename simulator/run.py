@@ -18,6 +18,8 @@ from exeplan.core.metrics import Requests
 from exeplan.core.token_times import TokenTimes
 from exeplan.workload.length_law import Ints
 
+_UNKNOWN = array("d", [math.nan])
+
 
 class PassRecord(NamedTuple):
     """One pass over the stages: seconds on the run's clock, rows and tokens."""
@@ -120,8 +122,11 @@ class RunLog:
 
     def add(self, count: int) -> None:
         """Makes room for that many more requests."""
-        for times in (self.starts, self.lasts, *([self.leads] if self.has_leads else [])):
-            times.extend(array("d", [math.nan]) * count)
+        unknown = _UNKNOWN * count
+        self.starts.extend(unknown)
+        self.lasts.extend(unknown)
+        if self.has_leads:
+            self.leads.extend(unknown)
 
     def new_track(self) -> "tuple[int, array[float]]":
         """Its number, and where its times are appended."""

@@ -267,7 +267,8 @@ class _Fleet:
     @property
     def num_waiting(self) -> int:
         """Requests whose prefill has not begun."""
-        waiting = sum(len(life.engine.scheduler.waiting) for life in self._by_number.values() if life.lost is None)
+        alive = [life for life in self._by_number.values() if life.lost is None]
+        waiting = sum(len(life.engine.scheduler.waiting) + life.inbox.num_coming for life in alive)
         return len(self._pending) + waiting
 
     @property

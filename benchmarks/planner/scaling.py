@@ -1,7 +1,7 @@
 """Scaling replicas by the plan's rate curve, in a replay: requests within the bound and replica-hours, against fixed
 numbers and hindsight.
 
-    python -m benchmarks.planner.scaling [--base 24] [--start-seconds 10,40,120] [--seeds 2]
+    python -m benchmarks.planner.scaling [--base 24] [--start-seconds 10,40,120] [--seeds 5]
 
 OPT-13B in float16, a replica on each A40 (datasheet), `orca`, task S, two replicas a host, a bound of 10 s on the 99th
 percentile of the latency from arrival. Poisson arrivals at the base rate for 10 minutes, at twice that for 15, and at
@@ -14,7 +14,8 @@ replicas dies for good. All rows replace what has died on other hosts, with the 
     hindsight   the rate at every time and the death are known a start ahead, and the curve says how many
 
 Replica-hours count from the start of a replica, its load included, up to the last arrival; a seed draws arrivals and
-lengths anew, figures are of all requests of all seeds. First, as a check of the curve: fixed numbers at its rates.
+lengths anew. Figures are means over the seeds, with half of their 95 % interval (Student's t). First, as a check of the
+curve: fixed numbers at its rates.
 Writes records/scaling.json.
 """
 
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 
 import exeplan
+from benchmarks.lib.intervals import half_width
 from benchmarks.lib.record import write_record
 from exeplan.arrays import Floats
 from exeplan.core.batch import BLOCK_SIZE
@@ -56,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", type=float, default=24.0, help="requests/s")
     parser.add_argument("--start-seconds", default="10,40,120")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     starts = [float(each) for each in args.start_seconds.split(",")]
     curve = _curve(_problem())
@@ -190,13 +192,25 @@ def _replayed(
 
 
 def _together(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    latency, arrivals = (np.concatenate([run[name] for run in runs]) for name in ("latency", "arrivals"))
+    """Each figure's mean over the seeds, and half of its interval where there are several."""
+    each = [_figures(run) for run in runs]
+    found: dict[str, Any] = {}
+    for name in each[0]:
+        values = [figures[name] for figures in each]
+        found[name] = round(float(np.mean(values)), 2)
+        if len(values) > 1:
+            found[f"{name} \N{PLUS-MINUS SIGN}"] = round(half_width(values), 2)
+    return found
+
+
+def _figures(run: dict[str, Any]) -> dict[str, float]:
+    latency, arrivals = run["latency"], run["arrivals"]
     return {
         "within the bound %": _percent(latency),
         **{f"{name} %": _percent(latency[some]) for name, some in _phases(arrivals)},
-        "p99 s": round(float(np.quantile(latency, 0.99)), 2),
-        "replica-hours": round(sum(run["hours"] for run in runs) / len(runs), 2),
-        "starts": sum(run["starts"] for run in runs) / len(runs),
+        "p99 s": float(np.quantile(latency, 0.99)),
+        "replica-hours": run["hours"],
+        "starts": run["starts"],
     }
 
 

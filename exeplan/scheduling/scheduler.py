@@ -143,6 +143,8 @@ class Scheduler:
 
     def _leave_queue(self, sequences: Iterable[SequenceState]) -> None:
         gone = {id(s) for s in sequences}
+        if not gone:
+            return
         while self.waiting and id(self.waiting[0]) in gone:
             gone.discard(id(self.waiting.popleft()))
         if gone:
@@ -198,18 +200,21 @@ class Scheduler:
         if reserve:
             room = self.num_blocks - self._reserved_blocks()
         chosen: list[SequenceState] = []
-        longest = total = 0
+        pads, longest, total = self.policy.PADS_PROMPTS, 0, 0
         for sequence in sequences:
-            longest, total = max(longest, sequence.num_tokens), total + sequence.num_tokens
-            computed = (len(chosen) + 1) * longest if self.policy.PADS_PROMPTS else total
-            if self.pass_tokens is not None and computed > self.pass_tokens:
+            if len(chosen) >= limit or (max_tokens is not None and max_tokens <= 0):
                 break
-            room -= num_reserved_blocks(sequence) if reserve else num_blocks_for(sequence.num_tokens + 1)
-            if room < 0 or len(chosen) >= limit or (max_tokens is not None and max_tokens <= 0):
+            num_tokens = sequence.num_tokens
+            if self.pass_tokens is not None:
+                longest, total = max(longest, num_tokens), total + num_tokens
+                if ((len(chosen) + 1) * longest if pads else total) > self.pass_tokens:
+                    break
+            room -= num_reserved_blocks(sequence) if reserve else num_blocks_for(num_tokens + 1)
+            if room < 0:
                 break
             chosen.append(sequence)
             if max_tokens is not None:
-                max_tokens -= sequence.num_tokens
+                max_tokens -= num_tokens
         return tuple(chosen)
 
     def _reserved_blocks(self) -> int:
@@ -342,7 +347,9 @@ class Scheduler:
     def _admit(self, batch: Batch) -> tuple[SequenceState, ...]:
         admitted: list[SequenceState] = []
         fresh: list[SequenceState] = []
-        begun = {id(row) for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)) if chunk.start}
+        begun: set[int] = set()
+        if batch.chunks:
+            begun = {id(row) for row, chunk in zip(batch.prefill, batch.chunks, strict=True) if chunk.start}
         for sequence in batch.prefill:
             if id(sequence) in begun:
                 if not sequence.num_blocks:  # Preempted for a row of this very batch: it starts again.

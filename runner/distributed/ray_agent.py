@@ -46,15 +46,12 @@ class NodeFound:
     model_directory: str | None
 
 
-class NodeAgent:
-    """Serves one engine. Its methods are called by way of Ray, one after the other."""
+class OnNode:
+    """An actor on a node, which ends with the node's raylet."""
 
     def __init__(self) -> None:
-        self._launcher = LocalLauncher()
-        self._worker: ForkedWorker | None = None
         _take_niceness_of(os.getppid())
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-        start_fork_server()
 
     def look(self, model: ModelOfPlan) -> NodeFound:
         """Raises InputError where the node has not the model, or another one."""
@@ -67,6 +64,16 @@ class NodeAgent:
             raise InputError(f"the node {address} of the Ray cluster {error}") from None
         node = ray.get_runtime_context().get_node_id()
         return NodeFound(node=node, address=address, version=__version__, model_directory=directory)
+
+
+class NodeAgent(OnNode):
+    """Serves one engine. Its methods are called by way of Ray, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._launcher = LocalLauncher()
+        self._worker: ForkedWorker | None = None
+        start_fork_server()
 
     def tie(self, address: str, port: int, token: bytes) -> None:
         """Answers the engine's tether, which is behind a door with that token, and ends with it."""

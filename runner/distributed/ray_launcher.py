@@ -49,7 +49,7 @@ SWITCH_SECONDS = 10.0
 """How long a change of plans waits for room, as nothing is computed meanwhile."""
 LEFT_SECONDS = 3.0
 """How long a pipeline that has lost devices waits for others before it says which are left."""
-_CALL_SECONDS = 30.0
+CALL_SECONDS = 30.0
 _PROBE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _SAY_SECONDS = 10.0
@@ -80,7 +80,7 @@ class RayLauncher:
         self._setup, self._model, self._on_progress = setup, model, on_progress
         self._on_left, self._on_back = on_left, on_back
         self._worker = worker_resources(options.device, num_threads)
-        _connect(setup.address)
+        connect(setup.address)
         self.address: str = ray.util.get_node_ip_address()
         self._group: PlacementGroup | None = None
         self._placement: Placement | None = None
@@ -267,14 +267,14 @@ class _Agent:
 
     def meet(self, device: int, found: Any, engine: str) -> None:
         """Waits until the agent runs and has looked at its node, and ties it to this process."""
-        node = _get(found, START_SECONDS, f"the agent of device {device}")
+        node = result_of(found, START_SECONDS, f"the agent of device {device}")
         assert isinstance(node, NodeFound)
         if node.version != __version__:
             raise InputError(f"a node of the Ray cluster has exeplan {node.version}, this host {__version__}")
         with Door(engine) as door:
             tied = self.begin("tie", engine, door.port, door.token)
-            _get(tied, _CALL_SECONDS, f"the agent of device {device}")
-            self._tether = Tether(_admitted(door), self._leave)
+            result_of(tied, CALL_SECONDS, f"the agent of device {device}")
+            self._tether = Tether(admitted(door), self._leave)
         self.address = DeviceAddress(
             host=node.node, address=node.address, local_device=0, model_directory=node.model_directory
         )
@@ -288,7 +288,7 @@ class _Agent:
         """With the clock as it is now. Raises ChildProcessError where the agent is gone."""
         assert self._tether
         try:
-            return replace(self.address, clock_offset=self._tether.clock_offset(_CALL_SECONDS))
+            return replace(self.address, clock_offset=self._tether.clock_offset(CALL_SECONDS))
         except TimeoutError as error:
             raise self._lost(str(error)) from None
 
@@ -298,7 +298,9 @@ class _Agent:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """The result of a method. Raises ChildProcessError where it does not come."""
-        return _get(self.begin(method, *arguments), _CALL_SECONDS, f"the agent on {self.address.address or 'a node'}")
+        return result_of(
+            self.begin(method, *arguments), CALL_SECONDS, f"the agent on {self.address.address or 'a node'}"
+        )
 
     def await_result(self, reference: Any) -> None:
         """Until a call has ended well. Raises ChildProcessError where it has not, also as soon as the agent is gone."""
@@ -306,7 +308,7 @@ class _Agent:
         while not ray.wait([reference], timeout=_LOOK_SECONDS)[0] and time.monotonic() < deadline:
             if self.gone:
                 raise ChildProcessError(f"the node at {self.address.address} is lost")
-        _get(reference, _LOOK_SECONDS, f"the agent on {self.address.address}")
+        result_of(reference, _LOOK_SECONDS, f"the agent on {self.address.address}")
 
     def tell(self, method: str) -> None:
         """An agent that is gone raises nothing here: `gone` says it."""
@@ -352,7 +354,7 @@ class _RayWorker:
     def connect(self) -> socket.socket:
         with self._door:
             self._agent.await_result(self._started)
-            connection = _admitted(self._door)
+            connection = admitted(self._door)
         self._agent.worker_connected(connection)
         return connection
 
@@ -380,15 +382,15 @@ def _actor(*, name: str, worker: dict[str, float], place: PlacementGroupScheduli
     return ray.remote(NodeAgent).options(name=name, scheduling_strategy=place, max_restarts=0, **options).remote()
 
 
-def _admitted(door: Door) -> socket.socket:
+def admitted(door: Door) -> socket.socket:
     """The connection of an agent that has dialled. Raises ChildProcessError where there is none."""
     try:
-        return door.admit(_CALL_SECONDS)
+        return door.admit(CALL_SECONDS)
     except TimeoutError as error:
         raise ChildProcessError(str(error)) from None
 
 
-def _get(reference: Any, seconds: float, what: str) -> Any:
+def result_of(reference: Any, seconds: float, what: str) -> Any:
     """The result of a call. Raises InputError where the call did, ChildProcessError where no result comes."""
     try:
         return ray.get(reference, timeout=seconds)
@@ -438,7 +440,7 @@ def _check_address(address: str) -> None:
         ) from None
 
 
-def _connect(address: str) -> None:
+def connect(address: str) -> None:
     """Raises InputError where there is no cluster, or this host is none of its nodes."""
     _check_address(address)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

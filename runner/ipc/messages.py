@@ -6,6 +6,7 @@
     replanner    <-> advisor          AdvisorRequest, AdvisorReply   two pipes
     front end, engine <-> fork server ForkCommand,    ForkReply      a socket pair each
     profiler     <-  rank             RankReport                     a socket pair
+    front ends of other hosts: `front_end_messages.py`
 
 A message names its kind in the field `kind`, and has exactly the fields of its Struct: with an unknown field, a missing
 one or one of another type it is refused (`frames.MessageError`), and the connection with it. Times are in seconds.

@@ -1,7 +1,7 @@
 """Tether: a connection between two hosts over which one of them learns within two seconds that the other is lost.
 
 One end sends a byte every `BEAT_SECONDS`, the other answers each with its clock. A host that is cut off or has lost its
-power acknowledges nothing: the system ends the connection when a byte has waited `_LOST_SECONDS` for that, while it is
+power acknowledges nothing: the system ends the connection when a byte has waited `LOST_SECONDS` for that, while it is
 sent again several times. A process that ends closes it at once. A host that is busy answers late, and is not lost.
 Not here: what follows from a loss.
 """
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 BEAT_SECONDS = 0.3
-_LOST_SECONDS = 1.2
+LOST_SECONDS = 1.2
 _READINGS = 32
 _CLOCK = struct.Struct("!d")
 _SILENCE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
@@ -29,7 +29,7 @@ class Tether:
         self._connection, self._on_end = connection, on_end
         self.silent = False
         """Whether the other host acknowledged nothing any more; otherwise the connection was closed, here or there."""
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _LOST_SECONDS))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * LOST_SECONDS))
         self._readings: deque[tuple[float, float]] = deque(maxlen=_READINGS)
         """How long an answer took, and how far the clock here was ahead."""
         self._answered = threading.Event()

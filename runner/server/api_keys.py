@@ -51,6 +51,12 @@ class ApiKeys:
         """All that a request may be from; without keys, one for every address."""
         return [client for _, client in (*self._own, *self._named)] or [Client()]
 
+    def with_identity(self, identity: str) -> Client | None:
+        """The client that another front end names by its identity, with its limits as they are here."""
+        address = identity.removeprefix("address ")
+        found = (client.at(address) for client in self.clients)
+        return next((client for client in found if client.identity == identity), None)
+
     def reload(self) -> int:
         """Reads the file again, if there is one; returns the number of its keys. A wrong one changes nothing."""
         if self._file:

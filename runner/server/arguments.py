@@ -20,6 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(auto); default: on this host",
     )
     parser.add_argument(
+        "--front-ends",
+        type=int,
+        default=1,
+        metavar="N",
+        help="answer HTTP on N nodes of the Ray cluster, this host among them, with the same replicas (default 1)",
+    )
+    parser.add_argument(
         "--replicas",
         metavar="MIN:MAX",
         help="have the number of replicas follow the load, by what each serves within the plan's bounds (default: the "
@@ -145,6 +152,7 @@ def run_server(args: argparse.Namespace) -> int:
         timeline=args.timeline,
         deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
         ray=args.ray,
+        front_ends=args.front_ends,
         replicas=parse_replicas(args.replicas) if args.replicas is not None else None,
         plan_file=args.plan,
         model_dir=args.model_dir,

@@ -87,7 +87,7 @@ class Generation(Response):
                 return await self._send_in_pieces(builder, send)
             response = Response(b"".join(builder.pieces()), media_type="application/json")
         except (InputError, EngineError) as error:
-            response = error_response(_as_request_error(error))
+            response = error_response(as_request_error(error))
         await response(scope, receive, send)
 
     async def _in_thread(self, render: Callable[[], Rendered]) -> Rendered:
@@ -129,7 +129,7 @@ class Generation(Response):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except (InputError, EngineError) as error:
             note(ended=str(error)[:200])
-            body = b"data: " + _json(_as_request_error(error).body()) + b"\n\n"
+            body = b"data: " + _json(as_request_error(error).body()) + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
@@ -162,7 +162,8 @@ def _json(value: Any) -> bytes:
     return msgspec.json.encode(value)
 
 
-def _as_request_error(error: Exception) -> RequestError:
+def as_request_error(error: Exception) -> RequestError:
+    """As a response says what a job has ended with."""
     if isinstance(error, RequestError):
         return error
     message = shorten(str(error), 500, placeholder=" ...")

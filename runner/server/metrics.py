@@ -96,6 +96,8 @@ class Reading:
     """By the names of their keys; those without one together."""
     scaling: Mapping[str, float] = field(default_factory=dict)
     """By the names of `_SCALING`; empty where the number of replicas stays."""
+    front_ends: Mapping[str, int] = field(default_factory=dict)
+    """Requests of each front end on another host, by its address and port."""
 
 
 @dataclass(slots=True)
@@ -222,6 +224,8 @@ class ServeMetrics(Collector):
             family = HistogramMetricFamily(f"exeplan:{name}", _HISTOGRAMS[name][0], labels=["model_name"])
             family.add_metric([self._model_name], histogram.cumulative(), histogram.sum)
             yield family
+        about = "Requests of a front end on another host that are not answered; only on the host of the replicas"
+        yield self._gauges("front_end_requests", about, "front_end", reading.front_ends)
         for name, about in _SCALING.items():
             yield self._gauge(name, about, reading.scaling.get(name))
         yield from replanning_families(self._model_name, reading.replanning)

@@ -49,6 +49,8 @@ class ServeOptions:
     """A batch that takes longer on any stage means a hanging worker; None derives it from the plan."""
     ray: str | None = None
     """The address of a Ray cluster whose nodes have the plan's devices, or `auto`; None for this host."""
+    front_ends: int = 1
+    """HTTP servers that share the replicas: this one, and the others each on another node of the Ray cluster."""
     replicas: tuple[int, int] | None = None
     """The fewest and the most replicas, between which their number follows the load; None for those of the plan."""
     plan_file: Path | None = None
@@ -77,6 +79,10 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise InputError(f"--port must lie between 0 and 65535, found {self.port}")
+        if self.front_ends < 1:
+            raise InputError(f"--front-ends must be at least 1, found {self.front_ends}")
+        if self.front_ends > 1 and not self.ray:
+            raise InputError(f"--front-ends {self.front_ends} takes as many nodes of a Ray cluster; name it with --ray")
         if self.max_queue is not None and self.max_queue < 1:
             raise InputError(f"--max-queue must be at least 1, found {self.max_queue}")
         if self.api_key == "":

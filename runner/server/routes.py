@@ -5,7 +5,7 @@ of its path.
 Every error, also of routing, is an OpenAI error object.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -28,8 +28,27 @@ _EXPOSED = ["x-request-id", "retry-after"]
 """Headers that a page of an allowed origin may read."""
 
 
-def build_app(service: Service, hosts: Hosts, *, keys: ApiKeys, cors_origins: Sequence[str] = ()) -> ASGIApp:
-    """The whole application."""
+def build_app(
+    service: Service,
+    hosts: Hosts,
+    *,
+    keys: ApiKeys,
+    cors_origins: Sequence[str] = (),
+    inner: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+) -> ASGIApp:
+    """The whole application; `inner` is put around the views, behind the gate."""
+    app = build_views(service, keys=keys)
+    guarded: ASGIApp = Gate(Room(inner(app), service), keys, origins=cors_origins)
+    if cors_origins:  # Outside the gate: a browser's preflight request carries no key.
+        methods = ["GET", "POST"]
+        guarded = CORSMiddleware(
+            guarded, allow_origins=cors_origins, allow_methods=methods, allow_headers=["*"], expose_headers=_EXPOSED
+        )
+    return RequestLog(HostGate(guarded, hosts))
+
+
+def build_views(service: Service, *, keys: ApiKeys) -> FastAPI:
+    """The views of a service, for requests that have passed the gate."""
     app = route_views()
     app.state.service, app.state.has_key = service, keys.required
     app.openapi_schema = describe(
@@ -38,13 +57,7 @@ def build_app(service: Service, hosts: Hosts, *, keys: ApiKeys, cors_origins: Se
     app.exception_handler(HTTPException)(_routing_error)
     app.exception_handler(RequestError)(_refusal)
     app.exception_handler(Exception)(_internal_error)
-    guarded: ASGIApp = Gate(Room(app, service), keys, origins=cors_origins)
-    if cors_origins:  # Outside the gate: a browser's preflight request carries no key.
-        methods = ["GET", "POST"]
-        guarded = CORSMiddleware(
-            guarded, allow_origins=cors_origins, allow_methods=methods, allow_headers=["*"], expose_headers=_EXPOSED
-        )
-    return RequestLog(HostGate(guarded, hosts))
+    return app
 
 
 def route_views() -> FastAPI:

@@ -16,7 +16,7 @@ from msgspec.structs import replace as with_fields
 
 from exeplan.core.machine_speed import why_none
 from exeplan.core.model import ModelSpec
-from exeplan.core.plan import Plan, single_plans
+from exeplan.core.plan import Plan, as_json, single_plans
 from exeplan.core.profile import ReferencePass, load_profile
 from exeplan.core.schedule import ROUTERS
 from exeplan.drift.state import Rules
@@ -25,21 +25,23 @@ from exeplan.planner.load_problem import profile_for
 from exeplan.runner import logs
 from exeplan.runner.engine.chat_template import UNKNOWN_TOOL_FORMAT
 from exeplan.runner.engine.tokenizer import Tokenizer
-from exeplan.runner.engine_process.build import engine_setup
+from exeplan.runner.engine_process.build import engine_setup, model_source
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.engine_process.replicas import ReplicaSet
+from exeplan.runner.ipc.front_end_messages import FrontEndOptions, FrontEndPlaced, FrontEndSetup, PlaceFrontEnds
 from exeplan.runner.ipc.messages import EngineSetup, RaySetup
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission, default_max_queue
 from exeplan.runner.server.api_keys import ApiKeys
-from exeplan.runner.server.clients import Clients
+from exeplan.runner.server.front_ends.owner import FrontEnds
 from exeplan.runner.server.hosts import Hosts
 from exeplan.runner.server.lifecycle import serve_until_stopped
 from exeplan.runner.server.listener import open_listener
 from exeplan.runner.server.notify import notify
 from exeplan.runner.server.options import ServeOptions
-from exeplan.runner.server.routes import build_app
+from exeplan.runner.server.read_again import read_again
+from exeplan.runner.server.routes import build_app, build_views
 from exeplan.runner.server.scaler import Limits, Scaler, limits_of
 from exeplan.runner.server.service import Service, summary
 from exeplan.runner.server.tls import Tls
@@ -99,6 +101,13 @@ def serve(
                 follow_devices=limits is None,
                 on_adopted=service.switch_to,
             )
+            front_ends = service.front_ends = _front_ends(service, keys, options) if options.front_ends > 1 else None
+            read = read_again(keys, tls, service.clients)
+
+            async def hang_up() -> None:
+                await read()
+                if front_ends:
+                    front_ends.read_files_again()
 
             def listening() -> None:
                 log.info("listening at %s while %s is loaded", url, service.model_name)
@@ -108,6 +117,8 @@ def serve(
                 line = summary(service, url)
                 _announce(line, options)
                 notify(READY="1", STATUS=line)
+                if front_ends:
+                    front_ends.start()
                 on_ready(url)
 
             hosts = Hosts(host, options.allowed_hosts)
@@ -120,12 +131,14 @@ def serve(
                     drain_seconds=options.drain_seconds,
                     on_listening=listening,
                     on_ready=ready,
-                    on_hangup=partial(_read_again, keys, tls, service.clients),
+                    on_hangup=hang_up,
                     tls=tls.context if tls else None,
                     trusted_proxies=options.trusted_proxies,
                 )
                 return 1 if engine.failure else 0
             finally:
+                if front_ends:
+                    await front_ends.close()
                 await service.close()
 
         try:
@@ -157,19 +170,45 @@ def _own(setup: EngineSetup, number: int) -> EngineSetup:
     return with_fields(setup, timeline=str(path.with_stem(f"{path.stem}-{number}")))
 
 
-async def _read_again(keys: ApiKeys, tls: Tls | None, clients: Clients) -> None:
-    """Reads keys and certificates, in a thread: a thousand keys take half a second."""
-    try:
-        if tls:
-            await asyncio.to_thread(tls.reload)
-    except InputError as error:
-        log.error("%s; certificates stay as they were", error)
-    try:
-        if number := await asyncio.to_thread(keys.reload):
-            log.info("%d API keys, from now on", number)
-            clients.count_from_now(keys.clients)
-    except InputError as error:
-        log.error("%s; API keys stay as they were", error)
+def _front_ends(service: Service, keys: ApiKeys, options: ServeOptions) -> FrontEnds:
+    """Those on other nodes; they get this server's options, and read its files on their own nodes."""
+    spec, admission = service.spec, service.admission
+
+    def setup(placed: FrontEndPlaced, plan: Plan) -> FrontEndSetup:
+        return FrontEndSetup(
+            address=placed.address,
+            plan=as_json(plan),
+            model=with_fields(model_source(spec), directory=placed.model_directory),
+            options=FrontEndOptions(
+                host=options.host,
+                port=options.port,
+                api_key=options.api_key,
+                api_keys=_absolute(options.api_keys),
+                cors_origins=options.cors_origins,
+                allowed_hosts=options.allowed_hosts,
+                trusted_proxies=options.trusted_proxies,
+                tls_cert=_absolute(options.tls_cert),
+                tls_key=_absolute(options.tls_key),
+                max_queue=admission.max_queue,
+                admission=options.admission,
+                request_seconds=options.request_seconds,
+                drain_seconds=options.drain_seconds,
+                model_name=service.model_name,
+                metrics_aliases=options.metrics_aliases,
+                log_format=options.log_format,
+                log_level=options.log_level,
+            ),
+        )
+
+    assert options.ray
+    placing = PlaceFrontEnds(
+        address=options.ray, count=options.front_ends - 1, model=model_source(spec), fingerprint=spec.fingerprint
+    )
+    return FrontEnds(service, build_views(service, keys=keys), keys, placing=placing, setup=setup)
+
+
+def _absolute(path: Path | None) -> str | None:
+    return str(path.resolve()) if path else None
 
 
 def _announce(line: str, options: ServeOptions) -> None:

@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Protocol
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.model import ModelSpec
@@ -37,6 +39,7 @@ from exeplan.runner.ipc.messages import (
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission
 from exeplan.runner.server.clients import Client, Clients
+from exeplan.runner.server.front_ends.joined_engine import JoinedEngine
 from exeplan.runner.server.metrics import Reading, ServeMetrics
 from exeplan.runner.server.observed import Observed, Snapshot
 from exeplan.runner.server.protocol import RequestError
@@ -49,12 +52,27 @@ RETRY_LOADING = 5
 """Retry-After, in seconds, while workers load."""
 
 
+class OtherFrontEnds(Protocol):
+    """Those on other hosts that share the replicas (`front_ends/owner.py`)."""
+
+    @property
+    def num_pending(self) -> int:
+        """That are not done yet, while the service drains."""
+
+    @property
+    def num_refused(self) -> int:
+        """Requests that they have refused by themselves."""
+
+    def reading(self) -> Mapping[str, int]:
+        """The requests of each that have not been answered."""
+
+
 class Service:
     """What the views share; made within the running event loop."""
 
     def __init__(
         self,
-        engine: EngineClient | ReplicaSet,
+        engine: EngineClient | ReplicaSet | JoinedEngine,
         tokenizer: Tokenizer,
         admission: Admission,
         *,
@@ -76,6 +94,7 @@ class Service:
         self.started = time.time()
         self.replanner: Replanner | None = None
         self.scaler: Scaler | None = None
+        self.front_ends: OtherFrontEnds | None = None
         self.observed = Observed(plan, clock=time.monotonic)
         self.metrics = ServeMetrics(
             model_name=model_name, plan=plan, observed=self.observed, read=self._read, aliases=metrics_aliases
@@ -98,7 +117,7 @@ class Service:
         """Why new requests are refused now; None where they are not: also while they wait for a short restart."""
         engine = self.engine
         return engine.failure or (
-            "the server is shutting down" if self._draining.is_set() else engine.long_pause or engine.unready
+            "the server is shutting down" if self.draining else engine.long_pause or engine.unready
         )
 
     @property
@@ -135,6 +154,10 @@ class Service:
         """From now on new requests are refused, and no answer to one that was refused waits."""
         self._draining.set()
 
+    @property
+    def draining(self) -> bool:
+        return self._draining.is_set()
+
     async def pause(self, client: Client) -> None:
         """Before an answer with 429, as long as `Clients.pause` says."""
         if seconds := self.clients.pause(client):
@@ -166,11 +189,13 @@ class Service:
             replanning=replanning,
             clients=self.clients.reading_of_all(),
             scaling=self.scaler.reading() if self.scaler else {},
+            front_ends=self.front_ends.reading() if self.front_ends else {},
         )
 
     def num_refused(self) -> int:
         """Requests that came and were not admitted for want of room."""
-        return self.metrics.rejected["queue_full"] + self.metrics.rejected["late"]
+        elsewhere = self.front_ends.num_refused if self.front_ends else 0
+        return self.metrics.rejected["queue_full"] + self.metrics.rejected["late"] + elsewhere
 
     @property
     def max_context(self) -> int:
@@ -207,13 +232,13 @@ class Service:
         if self.closed:
             return self._unavailable(self.closed)
         if refusal := self.clients.refusal(client):
-            return self._counted(refusal, client)
+            return self.counted(refusal, client)
         waiting, most = self.engine.num_waiting + self.clients.num_reading, self.admission.max_queue
         before = self._num_before(client, waiting, 1)
         refusal = self.admission.refusal(1, num_waiting=waiting, max_tokens=1, num_before=before)
         if refusal and refusal.code == "queue_full" and self.clients.is_below_share(client, most):
             return None
-        return refusal and self._counted(refusal, client)
+        return refusal and self.counted(refusal, client)
 
     def _num_before(self, client: Client, waiting: int, count: int) -> int | None:
         """Of the sequences that wait those that start before `count` more of the client, where that is of interest."""
@@ -222,7 +247,8 @@ class Service:
     @property
     def num_pending(self) -> int:
         """Requests that have been received and not answered."""
-        return self.engine.num_jobs + max(self._num_read, self._readers.num_reading)
+        elsewhere = self.front_ends.num_pending if self.front_ends else 0
+        return self.engine.num_jobs + max(self._num_read, self._readers.num_reading) + elsewhere
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -258,7 +284,12 @@ class Service:
         return answer
 
     def admit(self, request: Generate, client: Client) -> Job:
-        """Places in the queue for all of a request's sequences, to be given back with `release`.
+        """Places in the queue for all of a request's sequences, to be given back with `release`; raises as `place`."""
+        count = request.n * len(request.prompts)
+        return self.place(count, client, max_tokens=request.sampling.max_tokens, deadline=request.deadline)
+
+    def place(self, count: int, client: Client, *, max_tokens: int | None, deadline: float | None) -> Job:
+        """Places in the queue for so many sequences.
 
         In a full queue the newest requests of clients with more in it make room, and get 429.
         Raises RequestError 429 when it is not admitted, 503 when the server cannot serve it any more: a drain has begun
@@ -266,31 +297,33 @@ class Service:
         """
         if gone := self.engine.failure or ("the server has shut down" if self.ended else None):
             raise self._unavailable(gone)
-        count = request.n * len(request.prompts)
         if refusal := self.clients.refusal_to_wait(client, count):
-            raise self._counted(refusal, client)
+            raise self.counted(refusal, client)
         leaving: list[tuple[Job, Client]] = []
-        refusal, waiting = self._refusal(request, client), self.engine.num_waiting
+        wanted = partial(self._refusal, count, client, max_tokens=max_tokens, deadline=deadline)
+        refusal, waiting = wanted(), self.engine.num_waiting
         if refusal and refusal.code == "queue_full":
             leaving = self.clients.making_room(client, count, waiting + count - self.admission.max_queue)
             if leaving:
-                refusal = self._refusal(request, client, num_leaving=sum(len(job.waiting) for job, _ in leaving))
+                refusal = wanted(num_leaving=sum(len(job.waiting) for job, _ in leaving))
         if refusal:
-            raise self._counted(refusal, client)
+            raise self.counted(refusal, client)
         self._push_out(leaving)
         job = self.engine.reserve(count)
         self.clients.begin(client, job)
         return job
 
-    def _refusal(self, request: Generate, client: Client, *, num_leaving: int = 0) -> RequestError | None:
-        """Why the request is not admitted, when `num_leaving` of the sequences that wait have left."""
-        count, waiting = request.n * len(request.prompts), self.engine.num_waiting - num_leaving
+    def _refusal(
+        self, count: int, client: Client, *, max_tokens: int | None, deadline: float | None, num_leaving: int = 0
+    ) -> RequestError | None:
+        """Why a request is not admitted, when `num_leaving` of the sequences that wait have left."""
+        waiting = self.engine.num_waiting - num_leaving
         return self.admission.refusal(
             count,
             num_waiting=waiting,
             num_before=self._num_before(client, waiting, count),
-            max_tokens=request.sampling.max_tokens,
-            deadline=request.deadline,
+            max_tokens=max_tokens,
+            deadline=deadline,
         )
 
     def _push_out(self, jobs: Sequence[tuple[Job, Client]]) -> None:
@@ -299,10 +332,11 @@ class Service:
         retry_after = self.admission.retry_after(self.engine.num_waiting)
         for job, client in jobs:
             error = RequestError(message, status=429, code="queue_full", retry_after=retry_after)
-            job.fail(self._counted(error, client))
+            job.fail(self.counted(error, client))
             self.release(job)
 
-    def _counted(self, refusal: RequestError, client: Client) -> RequestError:
+    def counted(self, refusal: RequestError, client: Client) -> RequestError:
+        """A refusal that is about to be the answer."""
         if refusal.status == 429:
             self.metrics.rejected[refusal.code or ""] += 1
             self.clients.total(client).rejections += 1

@@ -77,8 +77,12 @@ class Cluster:
         self._num_nodes += 1
 
     def agents(self) -> list[int]:
+        return self.processes("NodeAgent")
+
+    def processes(self, name: str) -> list[int]:
+        """Whose names contain this."""
         found = descendants(self._process.pid)
-        return [pid for pid in found if "NodeAgent" in Path(f"/proc/{pid}/comm").read_text()]
+        return [pid for pid in found if name in Path(f"/proc/{pid}/comm").read_text()]
 
     def _read(self) -> str:
         assert self._process.stdout
@@ -312,6 +316,28 @@ def test_replicas_start_on_further_nodes_with_the_load_and_leave_them_after_it(
         eventually(lambda: len(cluster.agents()) == 1)
         assert server.tokens() == expected
         assert server.stop() == 0
+    eventually(lambda: not cluster.agents())
+
+
+def test_front_ends_on_two_nodes_give_the_tokens_of_one_host_and_one_that_is_lost_is_placed_again(
+    tmp_path: Path, cluster: Cluster, expected: list[list[str]]
+) -> None:
+    def others() -> list[str]:
+        return re.findall(r"front end 1 on \S+ answers at (\S+)", server.log)
+
+    with serving(tmp_path, PLANS["replicas"], "--ray", cluster.address, "--front-ends", "2") as server:
+        eventually(lambda: len(others()) == 1)
+        assert server.tokens() == expected
+        (lost,) = cluster.processes("exeplan-front")
+        server.url = others()[0]
+        assert server.tokens() == expected
+        os.kill(lost, signal.SIGKILL)
+        eventually(lambda: len(others()) == 2)
+        server.url = others()[1]
+        assert server.tokens() == expected
+        assert len(server.get("/replicas")["replicas"]) == 2
+        assert server.stop() == 0
+    eventually(lambda: not cluster.processes("exeplan-front"))
     eventually(lambda: not cluster.agents())
 
 

@@ -4,6 +4,7 @@ import ast
 import inspect
 import textwrap
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import get_type_hints
 
 import msgspec
@@ -19,18 +20,22 @@ from exeplan.runner.distributed.worker import Worker
 from exeplan.runner.distributed.worker_group import WorkerGroup
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.process import _EngineLoop
-from exeplan.runner.ipc import fork_server, messages
+from exeplan.runner.ipc import fork_server, front_end_messages, messages
 from exeplan.runner.ipc.frames import Channel, MessageError, frame
 from exeplan.runner.replan import advisor
 from exeplan.runner.replan.advisor import Advisor
 from exeplan.runner.replan.devices import DeviceFollower
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server import readers
+from exeplan.runner.server.front_ends import placer_process, process
+from exeplan.runner.server.front_ends.joined_engine import JoinedEngine
+from exeplan.runner.server.front_ends.owner import _FrontEnd
 from exeplan.runner.server.reader_process import Reader
 from exeplan.runner.server.readers import Readers
 from exeplan.runner.server.service import Service
 
-CHANNELS = [value for value in vars(messages).values() if isinstance(value, Channel)]
+DECLARED = [*vars(messages).values(), *vars(front_end_messages).values()]
+CHANNELS = [value for value in DECLARED if isinstance(value, Channel)]
 MESSAGES = [(channel, kind) for channel in CHANNELS for kind in channel.messages]
 IDS = [kind.__name__ for _, kind in MESSAGES]
 json_values = st.recursive(
@@ -52,7 +57,14 @@ HANDLERS = {
     "ReaderCommand": [Reader.take],
     "ReaderAnswer": [Readers._read, readers._Reader._start, Service.read_generation, Service.tokenize,
                      Service.detokenize],
+    "OwnerMessage": [process.main, JoinedEngine._take],
+    "FrontEndMessage": [_FrontEnd._take],
+    "PlacerReply": [placer_process.PlacerProcess._receive],
 }  # fmt: skip
+if find_spec("ray"):
+    from exeplan.runner.server.front_ends import placing
+
+    HANDLERS["PlacerCommand"] = [placing.main, placing._read]
 
 
 def values(declared: msgspec.inspect.Type) -> st.SearchStrategy:
@@ -110,7 +122,7 @@ def body(values: object) -> bytes:
 
 
 def test_every_struct_is_part_of_a_channel():
-    declared = {kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
+    declared = {kind for kind in DECLARED if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
     reached = set().union(*(parts(msgspec.inspect.type_info(kind)) for _, kind in MESSAGES))
     assert declared - reached == {msgspec.Struct, messages.Message, messages.Part, messages.Record}
     assert len(IDS) == len(set(IDS))
@@ -156,6 +168,8 @@ def test_a_record_has_no_more_values_than_fields():
 @pytest.mark.parametrize("channel", CHANNELS, ids=lambda channel: channel.name)
 def test_the_receiving_end_handles_every_kind(channel):
     """A kind that a handler does not name would be dropped, or taken for another one."""
+    if channel.name == "PlacerCommand" and find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install 'exeplan[ray]'")
     named = {name for handler in HANDLERS[channel.name] for name in names_in(handler)}
     assert {kind.__name__ for kind in channel.messages} <= named
 

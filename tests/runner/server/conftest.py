@@ -43,6 +43,11 @@ from exeplan.runner.server.server import serve
 if folder := os.environ.get("VIEWS_FOR_TESTS"):
     from exeplan.runner.server import views
     views.__path__.append(folder)
+if folder := os.environ.get("PLACER_FOR_TESTS"):  # Front ends without Ray, on this host, where the engines stay, too.
+    from exeplan.runner.server import server
+    from exeplan.runner.server.front_ends import placer_process
+    sys.path.append(folder)
+    placer_process.PLACER, server.RaySetup = "local_placer", lambda **_: None
 plan = read_plan(Path(sys.argv[1]))
 loaded = lambda: " ".join(f"{name}={name in sys.modules}" for name in ("torch", "scipy.special"))
 announce = lambda url: print(f"ready {url} {loaded()} frozen={gc.get_freeze_count() > 0}", flush=True)

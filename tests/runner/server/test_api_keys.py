@@ -40,6 +40,16 @@ def test_clients_are_found_by_key(tmp_path):
     assert keys.find(b"") is None
 
 
+def test_clients_that_another_front_end_names_have_the_limits_of_here(tmp_path):
+    keys = ApiKeys(key="own", file=written(tmp_path, "keys: [{name: chat, key: secret, max_requests: 3}]"))
+    assert keys.with_identity("key chat") == Client(name="chat", max_requests=3.0)
+    assert keys.with_identity("address 10.0.0.9") == Client(address="10.0.0.9", admin=True)
+    assert keys.with_identity("key gone") is None
+    alone = ApiKeys(file=written(tmp_path, "keys: [{name: chat, key: secret}]"))
+    assert alone.with_identity("address 10.0.0.9") is None
+    assert ApiKeys().with_identity("address 2001:db8::/64") == Client(address="2001:db8::/64")
+
+
 def test_a_wrong_file_changes_nothing(tmp_path):
     keys = ApiKeys(file=(path := written(tmp_path, KEYS)))
     path.write_text("keys: []")

@@ -36,7 +36,7 @@ GAUGES = """num_requests_running num_requests_waiting kv_cache_usage_perc
     observed_num_requests observed_throughput observed_token_throughput observed_ttft_seconds observed_tpot_seconds
     observed_latency_seconds observed_latency_p50_seconds observed_latency_p99_seconds observed_prefill_batch
     observed_decode_batch plan_latency_bound_seconds plan_bound_seconds observed_share_within_bound
-    observed_num_observations client_sequences_waiting client_sequences_running"""
+    observed_num_observations client_sequences_waiting client_sequences_running front_end_requests"""
 """Dashboards and alerts of operators use these names: they are never renamed."""
 
 
@@ -57,6 +57,7 @@ class Engine:
 
     def __init__(self, active, aliases=None):
         self.stats, self.replanning, self.scaling, self.now = IDLE, {}, {}, 0.0
+        self.front_ends = {}
         self.observed = Observed(active, clock=lambda: self.now)
         self.now = 10.0
         self.metrics = ServeMetrics(
@@ -73,6 +74,7 @@ class Engine:
             replanning=self.replanning,
             clients=clients,
             scaling=self.scaling,
+            front_ends=self.front_ends,
         )
 
     def page(self):
@@ -180,6 +182,7 @@ def test_no_sample_has_another_name(engine):
     engine.replanning = summary(ReplanState(mode="auto", plan=active, drift=drift, last=last, devices=devices))
     scaling = "replicas_wanted replicas_needed replicas_serving replicas_starting replicas_draining arrival_rate"
     engine.scaling = dict.fromkeys(scaling.split(), 1.0)
+    engine.front_ends = {"10.0.0.2:8000": 3}
     ran = {"iteration_tokens": 7, "num_blocks": 10, "free_blocks": 5}
     engine.metrics.step([event(2.0)], Stats(**ran, num_prefill=1))
     engine.metrics.step([event(2.5), event(3.0, finish_reason="stop")], Stats(**ran, num_decode=1))

@@ -178,3 +178,68 @@ def test_sigterm_finishes_what_runs_and_leaves_no_process(launch):
         assert response.read().endswith(b"data: [DONE]\n\n")
         assert server.process.wait(PATIENCE) == 0
         eventually(lambda: not any(is_alive(pid) for pid in pids))
+
+
+@pytest.fixture
+def replicas(pair, capsys):
+    """The command on the server of two replicas: its status, what it printed, and its sentence."""
+
+    def run(*words, key="the key", url=pair.url):
+        try:
+            status = main(["replicas", url, *words, "--api-key", key])
+        except SystemExit as end:  # argparse ends by itself.
+            status = end.code
+        found = capsys.readouterr()
+        return status, found.out, found.err.strip().removeprefix("exeplan replicas: ")
+
+    return run
+
+
+def test_the_command_drains_a_replica_and_has_it_serve_again(replicas):
+    def states(*words):
+        status, printed, _ = replicas(*words, "--json")
+        assert status == 0
+        return [one["state"] for one in json.loads(printed)["replicas"]]
+
+    assert states() == ["serving", "serving"]
+    assert states("drain", "1", "--wait", "1min") == ["serving", "drained"]
+    _, table, _ = replicas()
+    assert table.split()[-3:] == ["1", "drained", "0"]
+    assert states("resume", "1", "--wait", "2min") == ["serving", "serving"]
+
+
+def test_the_command_says_when_a_replica_still_drains(replicas, pair):
+    with streaming(pair, max_tokens=3000), streaming(pair, max_tokens=3000):
+        status, _, said = replicas("drain", "1", "--wait", "100ms")
+        assert (status, said) == (2, "replica 1 is draining after 100ms; it goes on with that")
+        assert replicas("resume", "1")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("drain",), "say which replica to drain, such as drain 0"),
+        (("drain", "7"), "there are replicas 0 to 1, found 7"),
+        (("drain", "-1"), "there are replicas 0 to 1, found -1"),
+        (("resume", "0"), "replica 0 serves, or will by itself"),
+        (("resume", "0", "--move"), "--move belongs to drain"),
+        (("--wait", "1s"), "--wait belongs to drain and resume"),
+        (("drain", "0", "--wait", "soon"), "--wait"),
+        (("stop", "0"), "argument action: invalid choice: 'stop' (choose from 'drain', 'resume')"),
+        (("drain", "one"), "argument N: invalid int value: 'one'"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be(replicas, words, sentence):
+    status, printed, said = replicas(*words)
+    assert (status, printed) == (2, "")
+    assert said.startswith(sentence)
+    assert [one["state"] for one in json.loads(replicas("--json")[1])["replicas"]] == ["serving", "serving"]
+
+
+def test_the_command_says_what_the_server_has_against_it(replicas, server):
+    assert replicas("drain", "0", key="wrong")[2] == "a valid API key is needed (Authorization: Bearer KEY)"
+    assert replicas(url=server.url)[2] == "the plan has one replica, which SIGTERM drains with the server"
+    assert replicas(url="localhost:8000")[2] == (
+        "the server's URL must begin with http:// or https://, found 'localhost:8000'"
+    )
+    assert replicas(url="http://127.0.0.1:9")[2] == "http://127.0.0.1:9 does not answer: [Errno 111] Connection refused"

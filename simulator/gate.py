@@ -26,8 +26,11 @@ _UNSEEN = 1e-7
 """Chance of states that are left out of what requests meet."""
 _MOMENTS = 6
 """Points of the time between two openings at which an arrival is looked at."""
-_NUMBERS = (np.arange(4) + 0.5) / 4
-"""Quantiles of the number that has come before it meanwhile."""
+_NUMBERS, _SHARES = np.array([0.219, 0.594, 0.844, 0.969]), np.array([0.4375, 0.3125, 0.1875, 0.0625])
+"""Quantiles of the number that has come before it meanwhile, with small shares of large numbers, where percentiles
+lie."""
+_SPREAD = np.sqrt(1.5) * np.array([-1.0, 0.0, 1.0])
+"""Points with mean 0 and variance 1, of equal weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +122,12 @@ def _met(
     come = np.ceil(pdtrik(_NUMBERS, np.maximum(mean, 1e-9)))
     ahead = left[some, None, None, None] + np.maximum(mean + np.sqrt(variability) * (come - mean), 0.0)
     whole = np.floor(ahead / most)
-    waits = held * (1 - share) + whole * float(shut[-1].mean())
+    full, apart = float(shut[-1].mean()), float(shut[-1].std())
+    # Each moment meets every spread of the full batches, with other numbers.
+    spread = _SPREAD[np.indices(whole.shape[1:]).sum(axis=0) % len(_SPREAD)]
+    waits = held * (1 - share) + np.maximum(whole * full + np.sqrt(whole) * apart * spread, 0.0)
     together = np.clip(ahead + rate * held * (1 - share) + 1 - whole * most, 1.0, most)
-    weights = often * held / cycle / _MOMENTS / len(_NUMBERS) / shut.shape[1] + 0.0 * waits
+    weights = often * held / cycle / _MOMENTS / shut.shape[1] * _SHARES + 0.0 * waits
     total = float(weights.sum() + chance[0] / rate / cycle)
     return {
         "waits": np.append(0.0, waits.ravel()),

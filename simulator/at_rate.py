@@ -1,6 +1,6 @@
 """Closed form of a schedule to which requests come at a rate, instead of waiting in a backlog.
 
-Two laws, by how a policy admits requests.
+Three laws, by how a policy admits requests.
 
 Slots: a request begins with the next pass that has a free slot. With n requests in the system, in service or waiting
 for admission, the schedule works as in its steady state with batches that hold n: it serves X(n) requests/s (Little's
@@ -18,6 +18,9 @@ lengths, c their coefficient of variation (Lee and Longton 1959).
 
 Gate: all that wait begin together, up to a full batch, when the batch before is done, or its cycle over (`gate.py`).
 Stages that prefill apart are a gate of their own; what decodes behind them is the policy's (`Steady.arriving`).
+
+Drawn: where the lengths that wait decide the next batch, a policy serves a few queues of random requests itself
+(`Steady.served`), and their times are those of the Estimate.
 
     KV cache    that of a batch which is exceeded as seldom as three standard deviations of a normal law are
     percentiles as `request_times.py` has them, over what an arriving request meets

@@ -42,7 +42,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.bounds import Bound, share_of_requests, targets_of
+from exeplan.core.bounds import Bound, is_deadline, share_of_requests, targets_of
 from exeplan.core.request_times import RequestTimes, quantile
 from exeplan.core.schedule import Estimate
 from exeplan.policies import load_policy
@@ -174,8 +174,8 @@ def _of_served(
     def at(output_tokens: Ints | int) -> Floats:
         return found.waits + found.prefills + found.paces * (output_tokens - first_tokens)
 
-    factors, latency = deadline_factors(full.workload, metric), at(found.outputs)
-    due = np.resize(factors, len(latency)) * latency
+    latency, deadlines = at(found.outputs), full.workload.deadlines
+    due = latency * (np.resize(deadlines.factors, len(latency)) if deadlines else 1.0)
     times = RequestTimes(
         ttft=at(1),
         tpot=np.where(single, 0.0, found.paces),
@@ -184,7 +184,7 @@ def _of_served(
         due=due,
         single=single,
     )
-    share, most = share_of_requests(metric), found.outputs >= planned
+    share, longest = share_of_requests(metric), found.outputs >= min(planned, int(found.outputs.max()))
     kv_tokens = min(float(np.quantile(found.kv_tokens, NormalDist().cdf(KV_SIGMAS))), full.kv_tokens)
     at_rate = replace(
         estimate(full, cost, metric, memory=memory),
@@ -192,7 +192,9 @@ def _of_served(
         token_throughput=arrivals.rate * full.workload.mean_output,
         ttft=float(times.ttft.mean()),
         tpot=float(found.paces[~single].mean()) if not single.all() else 0.0,
-        latency=float(at(planned)[most].mean()) if share is None else quantile(due, share),
+        latency=float(at(planned)[longest].mean())
+        if share is None
+        else quantile(due if is_deadline(metric) else latency, share),
         latency_p50=quantile(latency, 0.5),
         latency_p99=quantile(latency, 0.99),
         kv_tokens=kv_tokens,
@@ -346,8 +348,9 @@ def _behind_others(
     """Where a pipeline prefills, a batch waits on its later stages for longer ones before it.
 
     With times T that are alike on all stages it is on each of the later ones for M = max(T, M before - idle time): the
-    longest batch of those without a pause between them (Glynn and Whitt, Departures from many queues in series, 1991).
-    A few chains of batches are drawn. `held` has the equally likely times of batches of 1, 2, ... requests.
+    longest batch of those without a pause between them (Boxma, On a tandem queueing model with identical service times
+    at both counters, 1979). A few chains of batches are drawn. `held` has the equally likely times of batches of 1, 2,
+    ... requests.
     """
     later = len(cost.prefill_stages) - 1
     if not later or cost.num_prefill_servers > 1:

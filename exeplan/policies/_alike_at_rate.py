@@ -23,6 +23,8 @@ _SETTLING, _SEEN = 24, 48
 """Batches of a queue until it has settled, and those that count."""
 _TOGETHER, _QUEUES = 4096, (16, 512)
 """Places in the batches of all queues together, about, and the fewest and most queues."""
+_LEAST_VARIABILITY = 0.01
+"""Of gaps that are all alike, about."""
 _SIZES, _LENGTHS = 8, 8
 """Batch sizes and numbers of tokens at which passes are timed."""
 
@@ -55,7 +57,8 @@ def served(
     count = (_SETTLING + _SEEN) * cutting.size + 2 * cutting.lookahead
     inputs, outputs = (x.reshape(queues, count) for x in workload.sample(queues * count, seed=0, stratified=False))
     rng = np.random.default_rng(1)
-    arrivals = np.cumsum(rng.gamma(1 / variability, variability / rate, (queues, count)), axis=1)
+    uneven = max(variability, _LEAST_VARIABILITY)
+    arrivals = np.cumsum(rng.gamma(1 / uneven, uneven / rate, (queues, count)), axis=1)
     every = np.arange(queues)
     # Those that come during a full batch, and what full batches leave over, about.
     full = rate * interval
@@ -65,7 +68,7 @@ def served(
     for turn in range(_SETTLING + _SEEN):
         now = np.maximum(now, np.where(done, np.inf, arrivals).min(axis=1))
         waiting, counts = _waiting(~done & (arrivals <= now[:, None]), cutting.lookahead)
-        batch = _batch(np.take_along_axis(inputs, waiting, axis=1), counts, cutting)
+        batch = batch_of_first(np.take_along_axis(inputs, waiting, axis=1), counts, cutting)
         rows, columns = np.nonzero(batch)
         members = waiting[rows, columns]
         prefill, pace, steps = times.of(rows, inputs[rows, members], outputs[rows, members], queues)
@@ -90,7 +93,7 @@ def _waiting(there: np.ndarray, lookahead: int) -> tuple[Ints, Ints]:
     return waiting, counts
 
 
-def _batch(lengths: Ints, counts: Ints, cutting: Cutting) -> np.ndarray:
+def batch_of_first(lengths: Ints, counts: Ints, cutting: Cutting) -> np.ndarray:
     """Which of those that wait, [queues, waiting], are in the batch of the first of them."""
     there = np.arange(lengths.shape[1]) < counts[:, None]
     lengths = np.where(there, lengths, lengths.max())

@@ -1,7 +1,7 @@
 """Lengths in rising order, cut into batches at the least cost: each batch costs its size times its longest, plus an
-overhead (Fang et al., TurboTransformers, 2021, Algorithm 2). Many queues at once.
+overhead. Many queues at once.
 
-Not here: which of the batches runs, and when (`turbo.py`).
+Source: TurboTransformers (PPoPP 2021) section 5. Not here: which of the batches runs, and when (`turbo.py`).
 """
 
 import numpy as np

@@ -135,11 +135,11 @@ def test_a_profile_is_as_sure_as_its_repeats(profile: Profile) -> None:
     ],
 )
 def test_the_error_of_a_policys_own_calibration_is_part_of_the_profiles(
-    figures: dict[str, float], keeps_finished_rows: bool, error: float, profile: Profile
+    figures: dict[str, Any], keeps_finished_rows: bool, error: float, profile: Profile
 ) -> None:
     rows = tuple(replace(m, spread=0.1, repeats=25) for m in profile.measurements)
     alone = profile_error(replace(profile, measurements=rows), keeps_finished_rows=keeps_finished_rows)
-    both = profile_error(replace(profile, measurements=rows, **figures), keeps_finished_rows=keeps_finished_rows)  # type: ignore[arg-type]
+    both = profile_error(replace(profile, measurements=rows, **figures), keeps_finished_rows=keeps_finished_rows)
     assert alone is not None
     assert both is not None
     assert both.spread == pytest.approx(np.hypot(alone.spread, error))

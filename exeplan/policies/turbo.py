@@ -85,10 +85,9 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     size = schedule["batch_size"]
     cutting = Cutting(size=size, overhead=_overhead(schedule), lookahead=_lookahead(size))
     backlog = _steady(schedule, workload, clock, cutting.lookahead)
-    assert backlog.admission_interval is not None
-    together = backlog.throughput * backlog.admission_interval
-    at_rate = partial(served, workload, clock, cutting, together, backlog.admission_interval)
-    return replace(backlog, served=at_rate)
+    assert (interval := backlog.admission_interval) is not None
+    law = partial(served, workload, clock, cutting)  # type: ignore[arg-type]  # Hashed by identity.
+    return replace(backlog, served=partial(law, backlog.throughput * interval, interval))
 
 
 def _steady(schedule: Schedule, workload: Workload, clock: Clock, waiting: int) -> Steady:

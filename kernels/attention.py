@@ -199,7 +199,7 @@ class CachedRows:
         """
         self.num_heads, self.biases, self.shared = num_heads, biases, shared
         self.num_kv_heads = num_kv_heads
-        self.native = native.attends(like) and not shared and all(contexts)
+        self.native = not shared and self._takes_native(like, contexts)
         if self.native:
             self.slot_X, self.context_B = torch.from_numpy(slot_X), torch.tensor(contexts)
             self.longest = max(contexts)
@@ -224,6 +224,9 @@ class CachedRows:
         self.scores = _sparse(self.ends, self.row_P, torch.zeros(len(slot_P)), shape)
         self.weight_P = torch.empty(len(slot_P))
         self.softmaxes = _views(contexts, num_heads, self.scores.values(), self.weight_P)
+
+    def _takes_native(self, like: Tensor, contexts: Sequence[int]) -> bool:
+        return native.attends(like) and all(contexts)
 
 
 def decode_attention(

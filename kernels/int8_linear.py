@@ -40,7 +40,7 @@ class Int8Linear:
         """`value_OI` is int8, `dtype` that of rows; with `quantized_rows` these are rounded to 8 bits."""
         self.out_features, self.in_features = value_OI.shape
         self.scale_O, self.bias_O, self.offset_O = scale_O.float(), bias_O, offset_O
-        self.num_digits = 1 if quantized_rows else _DIGITS.get(dtype, 2)
+        self.num_digits = num_digits(dtype, quantized_rows)
         self.weight = torch.ops.onednn.qlinear_prepack(value_OI.contiguous(), None)
         self._zero_O = torch.zeros(self.out_features, dtype=torch.int32)
 
@@ -64,6 +64,11 @@ class Int8Linear:
         if self.offset_O is not None:
             y_NO.addcmul_(x_NI.sum(1, keepdim=True, dtype=torch.float32), self.offset_O)
         return (y_NO if self.bias_O is None else y_NO.add_(self.bias_O)).to(x_NI.dtype)
+
+
+def num_digits(dtype: torch.dtype, quantized_rows: bool) -> int:
+    """Digits of a row of that dtype, one where it is rounded to 8 bits."""
+    return 1 if quantized_rows else _DIGITS.get(dtype, 2)
 
 
 def digits(x_NI: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
-"""Linear layers, with the weight packed once for the CPU's float32 matrix product.
+"""Linear layers, with the weight packed once for the CPU's matrix products.
 
 Letters: N rows (tokens), I inputs, O outputs.
 
-The packed copy replaces the plain one. On one thread the compiled kernels (`native`) multiply it, elsewhere oneDNN;
-there one to three rows cost more than four, so they are padded to four. LOG.md (2026-11-25) has what each was measured
-at. Other devices and dtypes take torch's own product. Not here: quantised weights.
+The packed copy replaces the plain one. The compiled kernels (`native`) multiply it in float32, and in bfloat16 where
+the processor does; without them oneDNN multiplies float32, where one to three rows cost more than four, so they are
+padded to four. LOG.md (2026-11-25) has what each was measured at. Other devices and dtypes take torch's own product.
+Not here: quantised weights.
 """
 
 import torch
@@ -23,9 +24,13 @@ class Linear:
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OI.shape
         self.bias_O = bias_O
-        self.packed = prepacks(weight_OI.device, weight_OI.dtype)
-        self._native = self.packed and native.multiplies()
-        if self._native:
+        self._halves = native.multiplies_halves() and _is(weight_OI, torch.bfloat16)
+        self._native = native.multiplies() and _is(weight_OI, torch.float32)
+        self.packed = self._halves or prepacks(weight_OI.device, weight_OI.dtype)
+        if self._halves:
+            weight_OI = native.pack_halves(weight_OI)
+            self.bias_O = None if bias_O is None else bias_O.float()
+        elif self._native:
             weight_OI = native.pack(weight_OI)
         elif self.packed:
             weight_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _PACK_ROWS)
@@ -33,6 +38,8 @@ class Linear:
 
     def dense(self) -> Tensor:
         """The weight `[O, I]` as it was before packing."""
+        if self._halves:
+            return native.unpack_halves(self.weight, self.out_features, self.in_features)
         if self._native:
             return native.unpack(self.weight, self.out_features)
         return self.weight.to_dense() if self.packed else self.weight
@@ -46,6 +53,8 @@ class Linear:
         return self(x_NI).add_(y_NO)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
+        if self._halves:
+            return native.linear_halves(x_NI, self.weight, self.bias_O, self.out_features)
         if self._native:
             return native.linear(x_NI, self.weight, self.bias_O, self.out_features)
         if not self.packed:
@@ -57,6 +66,10 @@ class Linear:
         return y_NO[:rows]
 
 
+def _is(weight_OI: Tensor, dtype: torch.dtype) -> bool:
+    return weight_OI.device.type == "cpu" and weight_OI.dtype == dtype
+
+
 def row_bucket(rows: int) -> int:
     """Rounds a row count up to a bucket: all counts up to 32, then 16 a power of two, and multiples of 16 from 256."""
     step = 1 << min(4, max(0, (rows - 1).bit_length() - 5))
@@ -66,4 +79,4 @@ def row_bucket(rows: int) -> int:
 def prepacks(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether weights of that device and dtype are packed, which replaces the plain copy."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call] # torch has no types here
-    return device.type == "cpu" and dtype == torch.float32 and has_onednn
+    return device.type == "cpu" and dtype == torch.float32 and (native.multiplies() or has_onednn)

@@ -1,17 +1,17 @@
 """Quantized weights on one CPU thread: output tokens per CPU-second, and how far logits are from those of bfloat16.
 
+    benchmarks/engine/install_peers.sh FOLDER openvino ctranslate2
     python -m benchmarks.engine.quantized [--peers FOLDER] [--repeats 3] [--batches 1 16] [--only NAME ...]
 
 Llama shape with 8 layers, hidden 1024, 16 heads of which 4 have keys and values, FFN 2816, vocabulary 8,192, random
 weights in bfloat16; from them are rounded, by this file, an int8 checkpoint with a scale an output (W8A16, and W8A8
 whose inputs are rounded a token) and one of 4 bits in groups of 128, in the layouts of compressed-tensors. Prompts of
 64 tokens; a batch starts at once. OpenVINO (int8 and 4 bits in groups of 128, by NNCF) and CTranslate2 (int8) round the
-same weights by their own rules, embedding and head included, where exeplan has these in the layer's dtype. Peers get a
-virtual environment of their own in the folder, made where it is missing, which needs the package index; without
---peers they are left out, which a sentence says. Each engine runs in its own process, engines alternate within a
-repeat, medians are reported. Logits are those after the prompts; their error is the norm of the difference from
-transformers' in bfloat16 over the norm of these, each about its mean; random weights have no outliers, so errors of
-trained models are larger. Writes records/engine-quantized.json.
+same weights by their own rules, embedding and head included, where exeplan has these in the layer's dtype. Peers run in
+environments of their own, which `install_peers.sh` makes; those that are missing are left out, which a sentence says.
+Each engine runs in its own process, engines alternate within a repeat, medians are reported. Logits are those after the
+prompts; their error is the norm of the difference from transformers' in bfloat16 over the norm of these, each about its
+mean; random weights have no outliers, so errors of trained models are larger. Writes records/engine-quantized.json.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PROGRAMS = Path(__file__).parent / "quantized_peers"
-PACKAGES = ("torch>=2.9,<2.14", "optimum-intel[openvino]", "nncf", "ctranslate2")
 OURS = {
     "exeplan float32": ("plain", "float32"),
     "exeplan bfloat16": ("plain", "bfloat16"),
@@ -170,27 +168,25 @@ def child(folder: str, name: str) -> None:
     print("RESULT " + json.dumps(found))
 
 
-def peers_python(folder: Path | None) -> Path | None:
-    """The interpreter of the peers' environment, made where it is missing; None where there is to be none."""
-    if folder is None:
-        print("OpenVINO and CTranslate2 are left out: --peers FOLDER makes an environment for them")
-        return None
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True)
-        # optimum-intel brings it, text needs it not, and where it is not built for that torch its import fails.
-        subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "torchvision"], check=True)
-    return python
+def pythons_of(names: list[str], peers: Path | None) -> dict[str, str]:
+    """The interpreter of each engine; engines without one are left out, which a sentence says."""
+    found = {}
+    for name in names:
+        python = Path(sys.executable) if name in OURS else (peers or Path()) / name.split()[0] / "bin" / "python"
+        if name in PEERS and (peers is None or not python.exists()):
+            print(f"{name} is left out: no environment; benchmarks/engine/install_peers.sh FOLDER makes one")
+        else:
+            found[name] = str(python)
+    return found
 
 
-def measured(name: str, folder: Path, python: Path | None) -> dict[str, Any] | None:
+def measured(name: str, folder: Path, python: str) -> dict[str, Any] | None:
     """The answer of one process, pinned to a core; None for a peer that failed, with a sentence."""
     if name in OURS:
         command = [sys.executable, "-m", "benchmarks.engine.quantized", "--child", str(folder), name]
     else:
         program, setting = PEERS[name]
-        command = [str(python), str(PROGRAMS / program), str(folder / "plain"), str(folder / "work.json"), setting]
+        command = [python, str(PROGRAMS / program), str(folder / "plain"), str(folder / "work.json"), setting]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     core = max(os.sched_getaffinity(0))
     done = subprocess.run(
@@ -223,7 +219,7 @@ def error(path: Path, expected: "Tensor") -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="environment of OpenVINO and CTranslate2")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="environments that install_peers.sh made")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--outputs", type=int, default=64)
@@ -232,11 +228,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         return child(*args.child)
-    python = peers_python(args.peers)
-    names = [name for name in args.only if name in OURS or python is not None]
+    pythons = pythons_of(args.only, args.peers)
     rng = random.Random(0)
     prompts = [[rng.randrange(1, VOCABULARY) for _ in range(64)] for _ in range(max(args.batches))]
-    rates: dict[str, list[list[float]]] = {name: [] for name in names}
+    rates: dict[str, list[list[float]]] = {name: [] for name in pythons}
     errors: dict[str, tuple[float, float]] = {}
     details: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
@@ -245,8 +240,8 @@ def main() -> None:
         (folder / "work.json").write_text(json.dumps(work))
         expected = make_checkpoints(folder)
         for repeat in range(args.repeats):
-            for name in [name for name in names if name in rates]:
-                answer = measured(name, folder, python)
+            for name in [name for name in pythons if name in rates]:
+                answer = measured(name, folder, pythons[name])
                 if answer is None:
                     del rates[name]
                     continue

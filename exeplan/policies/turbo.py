@@ -25,7 +25,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.policies._alike_at_rate import Cutting, served
 from exeplan.policies._cutting import around, best_begins
 from exeplan.policies._together import generated, latency
-from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -76,6 +76,11 @@ def pass_limits(schedule: Schedule) -> PassLimits:
     return PassLimits(decode_rows=schedule["batch_size"], prompts=schedule["batch_size"])
 
 
+def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
+    """Nothing: a batch runs to its end."""
+    return PrefillBetween(prompts=0)
+
+
 def starts_together(schedule: Schedule) -> int:
     return schedule["batch_size"]
 
@@ -85,7 +90,8 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     size = schedule["batch_size"]
     cutting = Cutting(size=size, overhead=_overhead(schedule), lookahead=_lookahead(size))
     backlog = _steady(schedule, workload, clock, cutting.lookahead)
-    assert (interval := backlog.admission_interval) is not None
+    interval = backlog.admission_interval
+    assert interval is not None
     law = partial(served, workload, clock, cutting)  # type: ignore[arg-type]  # Hashed by identity.
     return replace(backlog, served=partial(law, backlog.throughput * interval, interval))
 

@@ -1,24 +1,36 @@
-/* Products of packed float32 weights, and decode attention over cached keys and values, on one thread of a CPU.
+/* Products of packed weights, and decode attention over cached keys and values, on the threads of a CPU.
 
    A module of Python's stable ABI; pointers come from tensors' `data_ptr`. `kernels/native/__init__.py` says what each
    function takes, and checks it. Vectors of AVX-512 or of AVX2 with FMA, by what the processor has; other processors
-   take torch's operations. Not here: threads. */
+   take torch's operations. Threads are those of the OpenMP library that torch has loaded, so that one pool serves both;
+   which of them computes an output changes none of its bits. Not here: how many (torch's own number). */
+#define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#if defined(__linux__)
+#include <dlfcn.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-enum { DEPTH = 256, ROWS = 480, PADDING = 16, AHEAD = 12, TOKENS = 64 };
+enum { DEPTH = 256, ROWS = 480, PADDING = 16, AHEAD = 16, TOKENS = 64, HEADS_AT_ONCE = 4 };
 typedef float float_;
 typedef uint16_t bfloat16_;
+
+struct product {
+    const float *x, *w, *bias;
+    float *y;
+    long x_stride, rows, inputs, outputs;
+    int add;
+};
 
 struct decode {
     const float *q, *bias, *sinks;
     const void *keys, *values;
     const int64_t *slots, *counts;
     float *out, *scratch;
-    long batch, heads, kv_heads, dim, q_stride, num_slots, score_stride;
+    long batch, heads, kv_heads, dim, q_stride, num_slots, score_stride, threads, tokens;
     float scale;
 };
 
@@ -40,27 +52,60 @@ struct decode {
 #define TILE_ROWS 6
 #define HEADS 2
 #include "simd.h"
+#include "narrow.h"
 
 static long widest(void) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
         return 16;
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 8 : 0;
 }
-#else
-static long widest(void) { return 0; }
-static void linear_avx512(const float *x, long s, const float *w, const float *b, float *y, float *t, long n, long i,
-                          long o, int add) {}
-static void attend_float_avx512(const struct decode *in) {}
-static void attend_bfloat16_avx512(const struct decode *in) {}
-#define linear_avx2 linear_avx512
-#define attend_float_avx2 attend_float_avx512
-#define attend_bfloat16_avx2 attend_bfloat16_avx512
-#endif
 
-static PyObject *width(PyObject *self, PyObject *none) { return PyLong_FromLong(widest()); }
+/* Whether the processor multiplies integers of 8 bits, and bfloat16. */
+static int integers_(void) {
+    return widest() == 16 && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+static int halves_(void) { return integers_() && __builtin_cpu_supports("avx512bf16"); }
+
+/* ---- Threads ---- */
+
+typedef void (*work_)(const void *job, long from, long to);
+struct spread {
+    work_ work;
+    const void *job;
+    long items;
+};
+static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+static int (*thread_num)(void), (*num_threads)(void);
+
+/* The OpenMP library of the process, if it has one. */
+static int find_threads(void) {
+#if defined(__linux__)
+    *(void **)&thread_num = dlsym(RTLD_DEFAULT, "omp_get_thread_num");
+    *(void **)&num_threads = dlsym(RTLD_DEFAULT, "omp_get_num_threads");
+    *(void **)&parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+#endif
+    return parallel && thread_num && num_threads;
+}
+
+static void own_part(void *all) {
+    const struct spread *in = all;
+    long thread = thread_num(), threads = num_threads();
+    long from = in->items * thread / threads, to = in->items * (thread + 1) / threads;
+    if (from < to) in->work(in->job, from, to);
+}
+
+/* All items, in one part a thread. */
+static void spread(work_ work, const void *job, long items, long threads) {
+    struct spread all = {work, job, items};
+    threads = threads < items ? threads : items;
+    if (threads > 1) parallel(own_part, &all, threads, 0);
+    else work(job, 0, items);
+}
+
+/* ---- What Python calls ---- */
 
 /* The arguments as integers; a pointer is one. */
-static int integers(PyObject *const *args, Py_ssize_t given, long long *into, Py_ssize_t expected) {
+static int parse(PyObject *const *args, Py_ssize_t given, long long *into, Py_ssize_t expected) {
     if (given < expected) {
         PyErr_Format(PyExc_TypeError, "%zd arguments instead of %zd", given, expected);
         return -1;
@@ -72,40 +117,96 @@ static int integers(PyObject *const *args, Py_ssize_t given, long long *into, Py
     return 0;
 }
 
-/* linear(width, x, x_stride, weight, bias, y, scratch, rows, inputs, outputs, add) */
+/* linear(width, threads, x, x_stride, weight, bias, y, scratch, rows, inputs, outputs, add) */
 static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    long long a[11];
-    if (integers(args, given, a, 11)) return NULL;
+    long long a[12];
+    if (parse(args, given, a, 12)) return NULL;
+    long rows = a[8], inputs = a[9], outputs = a[10], panel = 2 * a[0];
+    float *x = (float *)a[2], *y = (float *)a[6], *copy = (float *)a[7];
+    struct product in = {.x = copy, .x_stride = inputs + PADDING, .w = (float *)a[4], .bias = (float *)a[5],
+                         .inputs = inputs, .outputs = outputs, .add = (int)a[11]};
     Py_BEGIN_ALLOW_THREADS;
-    (a[0] == 16 ? linear_avx512 : linear_avx2)((float *)a[1], a[2], (float *)a[3], (float *)a[4], (float *)a[5],
-                                               (float *)a[6], a[7], a[8], a[9], (int)a[10]);
+    for (long row = 0; row < rows; row += ROWS) {
+        in.rows = rows - row < ROWS ? rows - row : ROWS;
+        in.y = y + row * outputs;
+        for (long i = 0; i < in.rows; i++) memcpy(copy + i * in.x_stride, x + (row + i) * a[3], inputs * 4);
+        spread(a[0] == 16 ? panels_avx512 : panels_avx2, &in, (outputs + panel - 1) / panel, a[1]);
+    }
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
-/* decode(width, half, q, q_stride, keys, values, num_slots, slots, counts, bias, sinks, out, scratch, score_stride,
-   batch, heads, kv_heads, dim, scale) */
+/* linear_halves(threads, x, x_stride, weight, bias, y, rows, inputs, outputs) */
+static PyObject *linear_halves(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    long long a[9];
+    if (parse(args, given, a, 9)) return NULL;
+    struct halves in = {.x = (uint16_t *)a[1], .x_stride = a[2], .w = (uint16_t *)a[3], .bias = (float *)a[4],
+                        .y = (uint16_t *)a[5], .rows = a[6], .pairs = a[7] / 2, .outputs = a[8]};
+    Py_BEGIN_ALLOW_THREADS;
+    spread(panels_halves, &in, (in.outputs + WIDE - 1) / WIDE, a[0]);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+/* linear_integers(threads, half, bits, digits, x, x_stride, weight, zeros, scales, bias, y, scratch, rows, inputs,
+   outputs, groups, group_size) */
+static PyObject *linear_integers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    long long a[17];
+    if (parse(args, given, a, 17)) return NULL;
+    long rows = a[12], most = ROWS / a[3], bytes = a[1] ? 2 : 4;
+    most = rows < most ? rows : most;
+    struct integers in = {.half = (int)a[1], .bits = (int)a[2], .digits = (int)a[3], .x_stride = a[5],
+                          .w = (uint8_t *)a[6], .zeros = (uint8_t *)a[7], .scales = (float *)a[8],
+                          .bias = (float *)a[9], .inputs = a[13], .outputs = a[14], .groups = a[15],
+                          .group_size = a[16], .stride = (a[13] + 3) / 4 * 4};
+    in.row_scale = (float *)a[11];
+    in.total = (int32_t *)(in.row_scale + most);
+    in.digit = (int8_t *)(in.total + most * in.digits * in.groups);
+    Py_BEGIN_ALLOW_THREADS;
+    for (long row = 0; row < rows; row += most) {
+        in.rows = rows - row < most ? rows - row : most;
+        in.x = (char *)a[4] + row * in.x_stride * bytes;
+        in.y = (char *)a[10] + row * in.outputs * bytes;
+        spread(to_digits, &in, in.rows, a[0]);
+        spread(panels_integers, &in, (in.outputs + WIDE - 1) / WIDE, a[0]);
+    }
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+/* decode(width, threads, half, q, q_stride, keys, values, num_slots, slots, counts, bias, sinks, out, scratch,
+   score_stride, batch, heads, kv_heads, dim, tokens, scale) */
 static PyObject *decode(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    long long a[18];
-    if (integers(args, given, a, 18)) return NULL;
-    double scale = given > 18 ? PyFloat_AsDouble(args[18]) : 0;
+    long long a[20];
+    if (parse(args, given, a, 20)) return NULL;
+    double scale = given > 20 ? PyFloat_AsDouble(args[20]) : 0;
     if (PyErr_Occurred()) return NULL;
     struct decode in = {
-        .q = (float *)a[2], .q_stride = a[3], .keys = (void *)a[4], .values = (void *)a[5], .num_slots = a[6],
-        .slots = (int64_t *)a[7], .counts = (int64_t *)a[8], .bias = (float *)a[9], .sinks = (float *)a[10],
-        .out = (float *)a[11], .scratch = (float *)a[12], .score_stride = a[13], .batch = a[14], .heads = a[15],
-        .kv_heads = a[16], .dim = a[17], .scale = (float)scale};
+        .threads = a[1], .q = (float *)a[3], .q_stride = a[4], .keys = (void *)a[5], .values = (void *)a[6],
+        .num_slots = a[7], .slots = (int64_t *)a[8], .counts = (int64_t *)a[9], .bias = (float *)a[10],
+        .sinks = (float *)a[11], .out = (float *)a[12], .scratch = (float *)a[13], .score_stride = a[14],
+        .batch = a[15], .heads = a[16], .kv_heads = a[17], .dim = a[18], .tokens = a[19], .scale = (float)scale};
     Py_BEGIN_ALLOW_THREADS;
-    if (a[0] == 16) (a[1] ? attend_bfloat16_avx512 : attend_float_avx512)(&in);
-    else (a[1] ? attend_bfloat16_avx2 : attend_float_avx2)(&in);
+    if (a[0] == 16) spread(a[2] ? attend_bfloat16_avx512 : attend_float_avx512, &in, a[1], a[1]);
+    else spread(a[2] ? attend_bfloat16_avx2 : attend_float_avx2, &in, a[1], a[1]);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {{"width", width, METH_NOARGS, NULL},
-                                {"linear", (PyCFunction)(void (*)(void))linear, METH_FASTCALL, NULL},
-                                {"decode", (PyCFunction)(void (*)(void))decode, METH_FASTCALL, NULL},
-                                {NULL, NULL, 0, NULL}};
+static PyObject *width(PyObject *self, PyObject *none) { return PyLong_FromLong(widest()); }
+static PyObject *integers(PyObject *self, PyObject *none) { return PyBool_FromLong(integers_()); }
+static PyObject *halves(PyObject *self, PyObject *none) { return PyBool_FromLong(halves_()); }
+static PyObject *threads(PyObject *self, PyObject *none) { return PyBool_FromLong(find_threads()); }
+#define CALLED(name, how) {#name, (PyCFunction)(void (*)(void))name, how, NULL}
+static PyMethodDef methods[] = {CALLED(width, METH_NOARGS), CALLED(integers, METH_NOARGS), CALLED(halves, METH_NOARGS),
+                                CALLED(threads, METH_NOARGS), CALLED(linear, METH_FASTCALL),
+                                CALLED(linear_halves, METH_FASTCALL), CALLED(linear_integers, METH_FASTCALL),
+                                CALLED(decode, METH_FASTCALL), {NULL, NULL, 0, NULL}};
+#else
+static PyObject *width(PyObject *self, PyObject *none) { return PyLong_FromLong(0); }
+static PyMethodDef methods[] = {{"width", width, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+#endif
+
 static PyModuleDef_Slot slots[] = {{0, NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods, slots, NULL, NULL, NULL};
 PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&module); }

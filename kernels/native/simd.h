@@ -18,8 +18,8 @@ typedef uint16_t N(halves) __attribute__((vector_size(WIDTH * 2), aligned(2)));
 
 /* `rows` rows by one panel, over `depth` inputs. What the next tile reads is fetched meanwhile, `step` bytes an input. */
 #define TILE(rows)                                                                                                     \
-    TARGET static void N(tile##rows)(const float *x, long x_stride, const float *w, float *y, long y_stride,          \
-                                     long depth, int fresh, const char *next, long step) {                            \
+    TARGET static void N(tile##rows)(const float *x, long x_stride, const float *w, float *y, long y_stride,           \
+                                     long depth, int fresh, const char *next, long step) {                             \
         N(vec) sum[rows][2];                                                                                           \
         _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) for (int j = 0; j < 2; j++)                            \
             sum[i][j] = fresh ? (N(vec)){0} : *(const N(loose) *)(y + i * y_stride + j * WIDTH);                       \
@@ -65,27 +65,24 @@ static void N(panel)(const float *x, long x_stride, const float *w, float *y, lo
     }
 }
 
-static void N(linear)(const float *x, long x_stride, const float *w, const float *bias, float *y, float *scratch,
-                      long rows, long inputs, long outputs, int add) {
-    long stride = inputs + PADDING;
-    float *edge = scratch + (rows < ROWS ? rows : ROWS) * stride;
-    for (long row = 0; row < rows; row += ROWS) {
-        long some = rows - row < ROWS ? rows - row : ROWS;
-        for (long i = 0; i < some; i++) memcpy(scratch + i * stride, x + (row + i) * x_stride, inputs * 4);
-        for (long o = 0; o < outputs; o += PANEL) {
-            long wide = outputs - o < PANEL ? outputs - o : PANEL;
-            float *to = y + row * outputs + o;
-            for (long i = 0; i < some && bias; i++)
-                for (long j = 0; j < wide; j++) to[i * outputs + j] = bias[o + j] + (add ? to[i * outputs + j] : 0);
-            if (wide == PANEL) {
-                N(panel)(scratch, stride, w + o * inputs, to, outputs, some, inputs, !add && !bias);
-                continue;
-            }
-            N(panel)(scratch, stride, w + o * inputs, edge, PANEL, some, inputs, 1);
-            for (long i = 0; i < some; i++)
-                for (long j = 0; j < wide; j++)
-                    to[i * outputs + j] = edge[i * PANEL + j] + (add || bias ? to[i * outputs + j] : 0);
+static void N(panels)(const void *job, long from, long to) {
+    const struct product *in = job;
+    float edge[ROWS * PANEL];
+    for (long o = from * PANEL; o < to * PANEL; o += PANEL) {
+        long wide = in->outputs - o < PANEL ? in->outputs - o : PANEL;
+        const float *w = in->w + o * in->inputs, *bias = in->bias;
+        float *y = in->y + o;
+        for (long i = 0; i < in->rows && bias; i++)
+            for (long j = 0; j < wide; j++)
+                y[i * in->outputs + j] = bias[o + j] + (in->add ? y[i * in->outputs + j] : 0);
+        if (wide == PANEL) {
+            N(panel)(in->x, in->x_stride, w, y, in->outputs, in->rows, in->inputs, !in->add && !bias);
+            continue;
         }
+        N(panel)(in->x, in->x_stride, w, edge, PANEL, in->rows, in->inputs, 1);
+        for (long i = 0; i < in->rows; i++)
+            for (long j = 0; j < wide; j++)
+                y[i * in->outputs + j] = edge[i * PANEL + j] + (in->add || bias ? y[i * in->outputs + j] : 0);
     }
 }
 
@@ -138,18 +135,26 @@ TARGET static inline N(vec) N(load_bfloat16)(const uint16_t *p) {
     return (N(vec))(__builtin_convertvector(*(const N(halves) *)p, N(words)) << 16);
 }
 
+/* Rows of keys or values that are read after those at hand. */
+struct N(rows_float) { const float *rows; const int64_t *slot; long count; };
+struct N(rows_bfloat16) { const uint16_t *rows; const int64_t *slot; long count; };
+#define LATER(own, at, left_)                                                                                          \
+    (at) < (left_) ? own + slot[at] * dim                                                                              \
+                   : then.rows + then.slot[(at) - (left_) < then.count ? (at) - (left_) : then.count - 1] * dim
+
 /* Scores of `heads` queries and all keys, each key read once: WIDTH sums at a time. Past the last key, its score. */
 #define SCORES(heads, type)                                                                                            \
     TARGET static void N(scores_##type##heads)(const float *q, const type##_ *keys, const int64_t *slot, long count,   \
-                                               long dim, float *score, long score_stride) {                            \
+                                               long dim, float *score, long score_stride,                              \
+                                               struct N(rows_##type) then) {                                           \
         enum { some = WIDTH / heads };                                                                                 \
         for (long c = 0; c < count; c += some) {                                                                       \
             const type##_ *key[some];                                                                                  \
             N(vec) sum[WIDTH];                                                                                         \
             _Pragma("GCC unroll 16") for (int i = 0; i < some; i++) {                                                  \
                 key[i] = keys + slot[c + i < count ? c + i : count - 1] * dim;                                         \
-                const type##_ *later = keys + slot[c + i + AHEAD < count ? c + i + AHEAD : count - 1] * dim;           \
-                for (long d = 0; d < dim; d += 64 / (long)sizeof(type##_)) __builtin_prefetch(later + d);              \
+                const type##_ *later = LATER(keys, c + i + AHEAD, count);                                              \
+                for (long d = 0; d < dim; d += 64 / (long)sizeof(type##_)) __builtin_prefetch(later + d);     \
             }                                                                                                          \
             _Pragma("GCC unroll 16") for (int i = 0; i < WIDTH; i++) sum[i] = (N(vec)){0};                             \
             for (long d = 0; d < dim; d += WIDTH) {                                                                    \
@@ -167,20 +172,21 @@ TARGET static inline N(vec) N(load_bfloat16)(const uint16_t *p) {
 /* The sum of values by weight, `heads` queries, WIDTH dimensions times `vectors`. */
 #define VALUES(heads, vectors, type)                                                                                   \
     TARGET static void N(values_##type##heads##_##vectors)(const type##_ *values, const int64_t *slot, long count,     \
-                                                           long dim, const float *weight, long stride, float *out) {   \
+                                                           long dim, const float *weight, long stride, float *out,     \
+                                                           long left, struct N(rows_##type) then) {                    \
         N(vec) sum[heads][vectors];                                                                                    \
-        _Pragma("GCC unroll 4") for (int g = 0; g < heads; g++) _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)  \
+        _Pragma("GCC unroll 4") for (int g = 0; g < heads; g++) _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)\
             sum[g][j] = N(load_float)(out + g * dim + j * WIDTH);                                                      \
         for (long c = 0; c < count; c++) {                                                                             \
             const type##_ *value = values + slot[c] * dim;                                                             \
-            const type##_ *later = values + slot[c + AHEAD < count ? c + AHEAD : count - 1] * dim;                     \
-            for (int j = 0; j < vectors * WIDTH; j += 64 / (int)sizeof(type##_)) __builtin_prefetch(later + j);        \
+            const type##_ *later = LATER(values, c + AHEAD, left);                                                     \
+            for (int j = 0; j < vectors * WIDTH; j += 64 / (int)sizeof(type##_)) __builtin_prefetch(later + j);\
             _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++) {                                                \
                 N(vec) part = N(load_##type)(value + j * WIDTH);                                                       \
                 _Pragma("GCC unroll 4") for (int g = 0; g < heads; g++) sum[g][j] += weight[g * stride + c] * part;    \
             }                                                                                                          \
         }                                                                                                              \
-        _Pragma("GCC unroll 4") for (int g = 0; g < heads; g++) _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)  \
+        _Pragma("GCC unroll 4") for (int g = 0; g < heads; g++) _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++)\
             *(N(loose) *)(out + g * dim + j * WIDTH) = sum[g][j];                                                      \
     }
 
@@ -206,49 +212,55 @@ TARGET static void N(softmax)(float *score, long count, float scale, const float
     for (long c = 0; c < padded; c += WIDTH) *(N(loose) *)(score + c) = N(load_float)(score + c) * share;
 }
 
-#define FETCH(rows, slot, count, dim, type)                                                                            \
-    for (long c = 0; c < AHEAD && c < count; c++)                                                                      \
-        for (long d = 0; d < dim; d += 64 / (long)sizeof(type##_)) __builtin_prefetch((rows) + slot[c] * dim + d);
-
 #define ATTEND(type)                                                                                                   \
     SCORES(1, type) SCORES(2, type) SCORES(4, type)                                                                    \
     VALUES(1, 1, type) VALUES(2, 1, type) VALUES(1, 4, type) VALUES(2, 4, type)                                        \
     VALUES(4, 1, type) VALUES(4, 4, type)                                                                              \
-    static void N(attend_##type)(const struct decode *in) {                                                            \
-        static void (*const scores[])(const float *, const type##_ *, const int64_t *, long, long, float *, long) = {  \
+    static void N(attend_##type)(const void *job, long from, long to) {                                                \
+        const struct decode *in = job;                                                                                 \
+        static void (*const scores[])(const float *, const type##_ *, const int64_t *, long, long, float *, long, struct N(rows_##type)) = {\
             N(scores_##type##1), N(scores_##type##2), N(scores_##type##4)};                                            \
-        static void (*const values[][2])(const type##_ *, const int64_t *, long, long, const float *, long, float *) = \
+        static void (*const values[][2])(const type##_ *, const int64_t *, long, long, const float *, long, float *, long, struct N(rows_##type)) =\
             {{N(values_##type##1_1), N(values_##type##1_4)}, {N(values_##type##2_1), N(values_##type##2_4)},           \
              {N(values_##type##4_1), N(values_##type##4_4)}};                                                          \
-        long dim = in->dim, group = in->heads / in->kv_heads;                                                          \
+        long dim = in->dim, group = in->heads / in->kv_heads, total = 0;                                               \
+        float *score = in->scratch + from * HEADS_AT_ONCE * in->score_stride;                                          \
         const int64_t *slot = in->slots;                                                                               \
         const float *bias = in->bias;                                                                                  \
-        for (long b = 0; b < in->batch; b++) {                                                                         \
+        for (long b = 0; b < in->batch; total += in->counts[b], slot += in->counts[b], b++) {                          \
             long count = in->counts[b];                                                                                \
+            /* The tokens before a head's keys, all heads of a sequence one after another, say whose they are. */      \
             for (long head = 0; head < in->heads;) {                                                                   \
                 long kv = head / group, left = (kv + 1) * group - head;                                                \
                 int two = left < HEADS ? left / 2 : HEADS / 2, some = two ? 2 * two : 1; /* 1, 2 or 4 */               \
+                long at = (total * in->kv_heads + kv * count) * in->threads / (in->tokens * in->kv_heads);             \
+                if (at < from || at >= to) { head += some; continue; }                                                 \
                 const type##_ *keys = (const type##_ *)in->keys + kv * in->num_slots * dim;                            \
                 const type##_ *vals = (const type##_ *)in->values + kv * in->num_slots * dim;                          \
                 float *out = in->out + (b * in->heads + head) * dim;                                                   \
-                scores[two](in->q + b * in->q_stride + head * dim, keys, slot, count, dim, in->scratch,           \
-                                 in->score_stride);                                                                    \
-                FETCH(vals, slot, count, dim, type)                                                                    \
+                scores[two](in->q + b * in->q_stride + head * dim, keys, slot, count, dim, score, in->score_stride,    \
+                            (struct N(rows_##type)){vals, slot, count});                                               \
+                int more = head + some < in->heads, last = !more && b + 1 == in->batch;                                \
+                long next = (more ? (head + some) / group : 0) * in->num_slots * dim;                                  \
+                struct N(rows_##type) then = {last ? vals : (const type##_ *)in->keys + next,                          \
+                                              more || last ? slot : slot + count,                                      \
+                                              more || last ? count : in->counts[b + 1]};                               \
                 for (long g = 0; g < some; g++)                                                                        \
-                    N(softmax)(in->scratch + g * in->score_stride, count, in->scale,                                   \
-                               bias ? bias + (head + g) * count : 0, in->sinks ? in->sinks + head + g : 0);            \
+                    N(softmax)(score + g * in->score_stride, count, in->scale, bias ? bias + (head + g) * count : 0,   \
+                               in->sinks ? in->sinks + head + g : 0);                                                  \
                 memset(out, 0, some * dim * 4);                                                                        \
                 for (long c = 0; c < count; c += TOKENS) {                                                             \
                     long part = count - c < TOKENS ? count - c : TOKENS, d = 0;                                        \
-                    for (; d + 4 * WIDTH <= dim; d += 4 * WIDTH)                                                       \
-                        values[two][1](vals + d, slot + c, part, dim, in->scratch + c, in->score_stride, out + d);  \
-                    for (; d < dim; d += WIDTH)                                                                        \
-                        values[two][0](vals + d, slot + c, part, dim, in->scratch + c, in->score_stride, out + d);  \
+                    for (; d + 4 * WIDTH <= dim; d += 4 * WIDTH, then.rows += 4 * WIDTH)                               \
+                        values[two][1](vals + d, slot + c, part, dim, score + c, in->score_stride, out + d, count - c, \
+                                       then);                                                                          \
+                    for (; d < dim; d += WIDTH, then.rows += WIDTH)                                                    \
+                        values[two][0](vals + d, slot + c, part, dim, score + c, in->score_stride, out + d, count - c, \
+                                       then);                                                                          \
+                    then.rows -= dim;                                                                                  \
                 }                                                                                                      \
                 head += some;                                                                                          \
-                if (head < in->heads) FETCH(keys + (head / group - kv) * in->num_slots * dim, slot, count, dim, type)  \
             }                                                                                                          \
-            slot += count;                                                                                             \
             if (bias) bias += in->heads * count;                                                                       \
         }                                                                                                              \
     }
@@ -257,7 +269,7 @@ ATTEND(bfloat16)
 
 #undef TILE
 #undef FOLD
-#undef FETCH
+#undef LATER
 #undef LANES
 #undef EIGHT
 #undef HIGH

@@ -180,5 +180,5 @@ def versions() -> dict[str, str]:
         "numpy": numpy.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cpu_kernels": f"compiled, {native.width()} floats a vector" if native.width() else "torch",
+        "cpu_kernels": native.description(),
     }

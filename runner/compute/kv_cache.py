@@ -26,6 +26,7 @@ from exeplan.core.model import ModelSpec
 from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels
 from exeplan.kernels.to_device import to_device
+from exeplan.runner.compute.host_allocator import in_huge_pages
 from exeplan.runner.compute.shard import Shard, kv_range, whole
 from exeplan.units import show_bytes
 
@@ -71,7 +72,10 @@ class KVCache:
         width = spec.latent.kept if spec.latent else spec.head_dim
         shape = (shard.num_layers, spec.num_kv_tables, self.num_kv_heads * self.num_slots, width)
         try:
-            self._tables = torch.zeros(shape, dtype=dtype, device=device)
+            self._tables = torch.empty(shape, dtype=dtype, device=device)
+            if device.type == "cpu":
+                in_huge_pages(self._tables)
+            self._tables.zero_()
         except RuntimeError:
             if device.type != "cpu":  # Of a GPU's memory, its owner knows how much is free.
                 raise

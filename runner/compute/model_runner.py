@@ -16,6 +16,7 @@ from torch import Tensor
 from exeplan.core.batch import Batch, Chunk, Packing, SequenceState, num_blocks_for
 from exeplan.core.model import ModelSpec
 from exeplan.errors import InputError
+from exeplan.kernels import native
 from exeplan.kernels.linear import prepacks
 from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.runner.compute.checkpoint import OnRead
@@ -77,9 +78,8 @@ class ModelRunner:
         self.kernels = paged_with
         """None where attention takes the CPU's fast path."""
         how = spec.quantization
-        self._prepacked = prepacks(self.device, self.activation) or bool(
-            how and held_bits(how, dtype, self.device) == 8
-        )
+        by_rows = how and not native.multiplies_integers() and held_bits(how, dtype, self.device) == 8
+        self._prepacked = prepacks(self.device, self.activation) or bool(by_rows)
         with torch.inference_mode():
             self.model, self.weight_bytes = load_model(
                 spec,

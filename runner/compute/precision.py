@@ -48,11 +48,14 @@ def check_precision(dtype: str, kv_dtype: str | None, place: torch.device) -> No
 
 
 def held_bits(how: Quantization, dtype: str, place: torch.device) -> int | None:
-    """The bits in which a device holds quantized weights: 8 with a scale an output, 4 with groups; None where they are
-    dequantized.
+    """The bits in which a device holds quantized weights; None where they are dequantized.
+
+    The compiled kernels take all; torch's products 8 bits with a scale an output, and 4 with groups in bfloat16.
     """
     if how.layout in ("fp8", "mxfp4"):
         return None
+    if place.type == "cpu" and native.multiplies_integers():
+        return how.bits
     if how.group_size is None:
         return 8 if multiplies_int8(place) else None
     fits = how.bits == 4 and activation_dtype(dtype) == torch.bfloat16
@@ -60,23 +63,35 @@ def held_bits(how: Quantization, dtype: str, place: torch.device) -> int | None:
 
 
 def holding_remarks(spec: ModelSpec, dtype: str, place: torch.device) -> list[str]:
-    """A sentence on how the weights of a quantized checkpoint are held; of others, whether CPU kernels are missing."""
-    how = spec.quantization
-    if how is None:
-        return native.remarks(place)
+    """Sentences on how the weights of a quantized checkpoint are held, and where a CPU takes torch's operations."""
+    how, slower = spec.quantization, native.remarks(place, activation_dtype(dtype))
+    return slower if how is None else [_how_held(spec, how, dtype, place), *slower]
+
+
+def other_kernels(profiled: str | None, place: torch.device) -> list[str]:
+    """A sentence where a CPU computes by other kernels than the plan's profile was measured with."""
+    here = native.description()
+    if profiled is None or place.type != "cpu" or profiled == here:
+        return []
+    return [f"the plan's profile was measured with other CPU kernels ({profiled}) than run here ({here})"]
+
+
+def _how_held(spec: ModelSpec, how: Quantization, dtype: str, place: torch.device) -> str:
     weights, bits = f"the weights of '{spec.name}' ({how})", held_bits(how, dtype, place)
     weights += " but for latent attention's, which are dequantized," if bits and spec.latent else ""
-    if bits == 8:
+    compiled = place.type == "cpu" and native.multiplies_integers()
+    if bits == 8 or (bits and compiled):
         rows = "rounded to 8 bits a token" if how.int8_rows else f"in digits of 8 bits that hold {dtype}"
-        return [f"{weights} are kept in 8 bits and multiplied so, by inputs {rows}"]
+        cut = f"; what tensor parallelism cuts through groups is dequantized to {dtype}" if how.group_size else ""
+        return f"{weights} are kept in {bits} bits and multiplied so, by inputs {rows}{cut}"
     if bits == 4:
         parts = " or cuts through groups" + (" (desc_act)" if how.ordered else "")
-        return [
+        return (
             f"{weights} are kept in 4 bits; what tensor parallelism leaves no multiples of 64 outputs{parts} is "
             f"dequantized to {dtype} when loaded"
-        ]
+        )
     instead = ""
     if place.type == "cpu" and how.bits == 4 and how.layout != "mxfp4" and multiplies_int4(place):
         instead = "; with --dtype bfloat16 they stay in 4 bits"
     form = "bfloat16 and then quantized to fp8 with a scale an output" if dtype == FP8 else dtype
-    return [f"{weights} are dequantized to {form} when loaded, and take the memory of that{instead}"]
+    return f"{weights} are dequantized to {form} when loaded, and take the memory of that{instead}"

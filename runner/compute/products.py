@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from exeplan.core.quantization import Quantization
+from exeplan.kernels import native
 from exeplan.kernels.fp8_linear import Fp8Linear
 from exeplan.kernels.int4_linear import Int4Linear, fits_int4, multiplies_int4
 from exeplan.kernels.int8_linear import Int8Linear, multiplies_int8
+from exeplan.kernels.int_linear import IntLinear
 from exeplan.kernels.linear import Linear
 from exeplan.runner.compute.checkpoint import Weights
 from exeplan.runner.compute.quantized import IntMatrix, joined
@@ -32,7 +34,7 @@ class Joined:
         return torch.cat([part(x_NI) for part in self.parts], -1)
 
 
-Product = Linear | Fp8Linear | Int8Linear | Int4Linear | Joined
+Product = Linear | Fp8Linear | IntLinear | Int8Linear | Int4Linear | Joined
 
 
 def product(weights: Weights, weight_OI: Tensor, bias_O: Tensor | None = None) -> Product:
@@ -64,23 +66,52 @@ def merged(weights: Weights, parts: Sequence[Tensor | IntMatrix], biases: Sequen
     return product(weights, weight_OI, bias_O)
 
 
-def _packed(weights: Weights, matrix: IntMatrix, bias_O: Tensor | None) -> Int8Linear | Int4Linear | None:
+def _packed(weights: Weights, matrix: IntMatrix, bias_O: Tensor | None) -> IntLinear | Int8Linear | Int4Linear | None:
     """The product that multiplies integers; None where the device, the dtype or the groups have none."""
     how = weights.quantization
     assert how is not None
+    if weights.device.type == "cpu" and native.multiplies_integers():
+        return _compiled(weights, matrix, bias_O, how)
     if how.group_size is None:
         return _in_int8(weights, matrix, bias_O, how) if multiplies_int8(weights.device) else None
     if matrix.bits != 4 or weights.dtype != torch.bfloat16 or not multiplies_int4(weights.device):
         return None
-    order_I = matrix.groups.argsort(stable=True)
-    sizes = matrix.groups.bincount()
-    size = int(sizes[0])
-    if not bool((sizes == size).all()) or not fits_int4(len(matrix.values), len(matrix.groups), size):
+    size = _group_size(matrix)
+    if size is None or not fits_int4(len(matrix.values), len(matrix.groups), size):
         return None
-    adjacent = bool((matrix.groups.diff() >= 0).all())
-    value_OI = matrix.values if adjacent else matrix.values.index_select(1, order_I)
-    order = None if adjacent else order_I.int()
-    return Int4Linear(value_OI, matrix.scales, matrix.zeros, bias_O, order_I=order)
+    value_OI, order_I = _by_groups(matrix)
+    return Int4Linear(value_OI, matrix.scales, matrix.zeros, bias_O, order_I=order_I)
+
+
+def _group_size(matrix: IntMatrix) -> int | None:
+    """Inputs of a group; None where not all have as many."""
+    sizes = matrix.groups.bincount()
+    return int(sizes[0]) if bool((sizes == sizes[0]).all()) else None
+
+
+def _by_groups(matrix: IntMatrix) -> tuple[Tensor, Tensor | None]:
+    """Values with the inputs of a group side by side, and the inputs in that order; None where they are so already."""
+    if bool((matrix.groups.diff() >= 0).all()):
+        return matrix.values, None
+    order_I = matrix.groups.argsort(stable=True)
+    return matrix.values.index_select(1, order_I), order_I.int()
+
+
+def _compiled(weights: Weights, matrix: IntMatrix, bias_O: Tensor | None, how: Quantization) -> IntLinear | None:
+    """By the compiled kernels, which take groups of any size that four divides."""
+    if _group_size(matrix) is None or not native.fits_integers(len(matrix.groups), matrix.num_groups):
+        return None
+    value_OI, order_I = _by_groups(matrix)
+    return IntLinear(
+        value_OI,
+        matrix.scales,
+        matrix.zeros,
+        bias_O,
+        bits=matrix.bits,
+        dtype=weights.dtype,
+        order_I=order_I,
+        quantized_rows=how.int8_rows,
+    )
 
 
 def _in_int8(weights: Weights, matrix: IntMatrix, bias_O: Tensor | None, how: Quantization) -> Int8Linear:

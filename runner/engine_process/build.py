@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.plan import Plan
-from exeplan.core.profile import ReferencePass
+from exeplan.core.profile import ReferencePass, load_profile
 from exeplan.core.schedule import needs_other_engine
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
@@ -73,7 +73,18 @@ def engine_setup(
         capacity=plan.capacity,
         ray=ray,
         reference_passes=reference_passes,
+        cpu_kernels=_profiled_kernels(plan),
     )
+
+
+def _profiled_kernels(plan: Plan) -> str | None:
+    """By the plan's profile, where that is still at its place and says it."""
+    if plan.profile is None or plan.device == "cuda" or not Path(plan.profile).is_file():
+        return None
+    try:
+        return load_profile(Path(plan.profile)).versions.get("cpu_kernels")
+    except InputError:  # It is of another version, or half written: a plan is served without it.
+        return None
 
 
 def model_source(spec: ModelSpec) -> ModelSource:
@@ -133,13 +144,14 @@ def build_engine(
     import torch
 
     from exeplan.runner.compute.kv_budget import warn_if_below_plan
-    from exeplan.runner.compute.precision import holding_remarks
+    from exeplan.runner.compute.precision import holding_remarks, other_kernels
     from exeplan.runner.engine.engine import Engine
     from exeplan.runner.engine.tokenizer import Tokenizer
 
     spec = _spec(setup)
-    note(holding_remarks(spec, setup.engine.dtype, torch.device(setup.engine.device)))
     torch.set_num_threads(setup.num_threads)
+    place = torch.device(setup.engine.device)
+    note([*holding_remarks(spec, setup.engine.dtype, place), *other_kernels(setup.cpu_kernels, place)])
     executor = _executor(setup, spec, launcher, on_loss, on_progress)
     kv_budget, planned = executor.kv_budget, setup.engine.num_blocks
     if kv_budget:

@@ -96,6 +96,8 @@ class EngineSetup(Message, frozen=True):
     """As the plan says it, for the router of several replicas."""
     reference_passes: tuple[ReferencePass, ...] = ()
     """Of the plan's profile, to be repeated while the engine works; () where the machine's speed is not watched."""
+    cpu_kernels: str | None = None
+    """What computed when the plan's profile was measured; None where that is not known, or not on a CPU."""
 
 
 class Sampling(Part, frozen=True):

@@ -3,8 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
+from hypothesis import given
+from hypothesis import strategies as st
 
 from exeplan.kernels import native
+from exeplan.kernels.int8_linear import digits
+from exeplan.kernels.int_linear import IntLinear
 from exeplan.kernels.linear import Linear
 
 pytestmark = pytest.mark.skipif(not native.width(), reason="not built here, or a processor without AVX2")
@@ -76,8 +80,102 @@ def test_decode_attention_equals_softmax(dtype, heads, kv_heads, dim, biased, si
         torch.testing.assert_close(found[number], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_several_threads_take_torch(monkeypatch):
+def test_without_threads_to_share_torch_multiplies(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(native, "_shares_threads", lambda: False)
     linear, x = Linear(torch.randn(40, 48)), torch.randn(5, 48)
     assert linear.weight.is_mkldnn
     torch.testing.assert_close(linear(x), F.linear(x, linear.dense()), rtol=1e-5, atol=1e-5)
+    [remark] = native.remarks(torch.device("cpu"), torch.float32)
+    assert (
+        remark == "the compiled CPU kernels found no OpenMP library for 2 threads: torch's operations are used, slower"
+    )
+
+
+@pytest.mark.skipif(not native.multiplies_integers(), reason="a processor without AVX-512 VNNI")
+@given(
+    rows=st.integers(1, 200),
+    outputs=st.integers(1, 100),
+    groups=st.integers(1, 5),
+    fours=st.integers(1, 20),
+    bits=st.sampled_from([4, 8]),
+    count=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    biased=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_products_of_integers_are_exact_for_the_digits(rows, outputs, groups, fours, bits, count, dtype, biased, seed):
+    torch.manual_seed(seed)
+    inputs = 4 * groups * fours - (seed % 4 if groups == 1 else 0)
+    value = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8)
+    scale, zero = torch.rand(outputs, groups) + 0.1, torch.randint(0, 2**bits, (outputs, groups)).float()
+    bias = torch.randn(outputs) if biased else None
+    packed = native.pack_integers(value, scale, zero, bits)
+    of_group = torch.arange(inputs) * groups // inputs
+    weight = (value.double() - zero.double()[:, of_group]) * scale.double()[:, of_group]
+    torch.testing.assert_close(native.unpack_integers(packed), weight.float())
+    x = torch.randn(rows, inputs).to(dtype)
+    digit, row_scale = digits(x, count)
+    part = digit.view(count, rows, inputs).double() / 254.0 ** torch.arange(count)[:, None, None]
+    expected = part.sum(0) * row_scale.double() @ weight.t() + (0 if bias is None else bias.double())
+    found = native.linear_integers(x, packed, bias, digits=count)
+    close = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-3}
+    size = (part.sum(0).abs() * row_scale.double()) @ weight.abs().t()
+    torch.testing.assert_close(found.double() / (1 + size), expected / (1 + size), **close)
+
+
+@pytest.mark.skipif(not native.multiplies_halves(), reason="a processor without AVX-512 BF16")
+@given(rows=st.integers(1, 100), outputs=st.integers(1, 100), inputs=st.integers(1, 200), biased=st.booleans())
+def test_products_of_bfloat16_equal_torch(rows, outputs, inputs, biased):
+    x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
+    bias = torch.randn(outputs) if biased else None
+    packed = native.pack_halves(weight)
+    assert torch.equal(native.unpack_halves(packed, outputs, inputs), weight)
+    expected = F.linear(x.double(), weight.double(), bias if bias is None else bias.double())
+    found = native.linear_halves(x, packed, bias, outputs)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-3 * inputs**0.5)
+
+
+@pytest.mark.skipif(not native._shares_threads(), reason="no OpenMP library in the process")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_threads_change_no_bit_of_a_product(dtype, threads):
+    if (dtype == torch.bfloat16 and not native.multiplies_halves()) or (
+        dtype == torch.uint8 and not native.multiplies_integers()
+    ):
+        pytest.skip("a processor without such products")
+    x, weight = torch.randn(50, 128), torch.randn(200, 128)
+    if dtype == torch.uint8:
+        value = torch.randint(0, 256, (200, 128), dtype=dtype)
+        layer = IntLinear(value, torch.rand(200, 2), torch.full((200, 2), 128.0), bits=8, dtype=torch.float32)
+    else:
+        layer, x = Linear(weight.to(dtype)), x.to(dtype)
+    assert torch.equal(*threads(lambda: layer(x)))
+    assert torch.equal(layer(x)[7:8], layer(x[7:8]))  # Nor do other rows.
+
+
+@pytest.mark.skipif(not native._shares_threads(), reason="no OpenMP library in the process")
+def test_threads_change_no_bit_of_decode_attention(threads):
+    contexts, table = [1, 300, 17, 64], torch.randn(2, 4 * 512, 64)
+    query, slots = torch.randn(4, 16, 64), torch.cat([torch.randperm(512)[:context] for context in contexts])
+
+    def attend() -> torch.Tensor:
+        sizes = {"longest": 300, "kv_heads": 4, "scale": 0.2, "bias": None, "sink_H": None}
+        return native.decode(query, table[0], table[1], slots, torch.tensor(contexts), **sizes)
+
+    assert torch.equal(*threads(attend))
+
+
+@pytest.fixture
+def threads():
+    """What a function returns with one thread of torch and with three."""
+    before = torch.get_num_threads()
+
+    def both(compute):
+        found = []
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.append(compute())
+        return found
+
+    yield both
+    torch.set_num_threads(before)

@@ -11,6 +11,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
+from exeplan.kernels import native
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.precision import activation_dtype, cache_dtype, check_precision
@@ -71,7 +72,8 @@ def test_fp8_is_activations_in_bfloat16_and_keys_in_a_byte():
 
 def test_weights_in_8_bits_are_half_of_bfloat16_but_for_the_vocabulary():
     half, quarter = (ModelRunner(SPEC, dtype=d, num_blocks=2, paged_with=REFERENCE) for d in ("bfloat16", "fp8"))
-    table = SPEC.vocab_size * SPEC.hidden_size * 2 * (1 if SPEC.tied_head else 2)
+    tables = 2 if half.model.vocabulary.output.packed or not SPEC.tied_head else 1
+    table = SPEC.vocab_size * SPEC.hidden_size * 2 * tables
     assert quarter.weight_bytes - table == pytest.approx((half.weight_bytes - table) / 2, rel=0.03)
     assert quarter.cache.num_bytes == half.cache.num_bytes // 2
 
@@ -100,3 +102,20 @@ def test_a_device_without_fp8_refuses_it():
     )
     with pytest.raises(InputError, match="fp8 needs a GPU"):
         build_engine(engine_setup(plan, SPEC))
+
+
+def test_an_engine_says_that_its_profile_was_measured_with_other_cpu_kernels(profile: Profile, tmp_path, capsys):
+    plan = Plan(
+        model="demo",
+        schedule=Schedule("orca", {"max_num_seqs": 2}),
+        placement=single_stage(SPEC),
+        kv_cache_tokens=160,
+        profile=str(tmp_path / "profile.json"),
+    )
+    assert engine_setup(plan, SPEC).cpu_kernels is None  # It is not there.
+    here = native.description()
+    for kernels, differ in (("compiled, 4 floats a vector", True), (here, False)):
+        save_profile(replace(profile, versions={"cpu_kernels": kernels}), tmp_path / "profile.json")
+        build_engine(engine_setup(plan, SPEC)).close()
+        said = f"the plan's profile was measured with other CPU kernels ({kernels}) than run here ({here})"
+        assert (said in capsys.readouterr().err) == differ

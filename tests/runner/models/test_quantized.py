@@ -17,8 +17,10 @@ from exeplan.core.model import load_model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.core.sparse_layers import LatentAttention
 from exeplan.errors import InputError
+from exeplan.kernels import native
 from exeplan.kernels.int4_linear import Int4Linear, multiplies_int4
 from exeplan.kernels.int8_linear import Int8Linear, multiplies_int8
+from exeplan.kernels.int_linear import IntLinear
 from exeplan.profiler.measuring.memory import tensor_bytes
 from exeplan.profiler.multi_device.shards import Silent, mixtures_of
 from exeplan.runner.compute.model_runner import ModelRunner
@@ -107,7 +109,22 @@ HELD = {"w8a16": ("float32", Int8Linear), "gptq-4-channel": ("float32", Int8Line
     for layout in LAYOUTS
     if layout.startswith(("awq", "gptq-4", "packed")) and layout != "gptq-4-channel"
 }
-"""Layouts that CPUs with those products hold as they are."""
+"""Layouts that CPUs with torch's products hold as they are."""
+
+
+@pytest.mark.skipif(not native.multiplies_integers(), reason="a CPU without AVX-512 VNNI, or kernels not built")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if not layout.startswith("fp8")])
+def test_the_compiled_products_keep_integers_of_any_layout_in_their_bits(layout, dtype, checkpoint):
+    directory, _ = checkpoint("llama", layout)
+    runner, plain = runner_of(directory, dtype), runner_of(directory.parent / "plain", dtype)
+    assert {type(layer.attention.qkv) for layer in runner.model.layers} == {IntLinear}
+    held, whole = (sum(map(tensor_bytes, one.model.layers)) for one in (runner, plain))
+    bits, size = runner.spec.quantization.bits, runner.spec.quantization.group_size
+    with_groups = bits + 40 / size if size else bits + 1
+    assert held < 1.1 * whole * with_groups / torch.finfo(getattr(torch, dtype)).bits
+    [remark] = holding_remarks(runner.spec, dtype, CPU)
+    assert f"are kept in {bits} bits" in remark
 
 
 @pytest.mark.skipif(
@@ -115,7 +132,8 @@ HELD = {"w8a16": ("float32", Int8Linear), "gptq-4-channel": ("float32", Int8Line
 )
 @pytest.mark.parametrize("layout", HELD)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_stay_in_their_bits(family, layout, checkpoint):
+def test_weights_stay_in_their_bits_with_torch(family, layout, checkpoint, monkeypatch):
+    monkeypatch.setattr(native, "multiplies_integers", lambda: False)
     directory, _ = checkpoint(family, layout)
     dtype, kind = HELD[layout]
     runner, plain = runner_of(directory, dtype), runner_of(directory.parent / "plain", dtype)
@@ -134,7 +152,7 @@ def test_the_bytes_that_are_counted_are_those_that_are_held(layout, dtype, check
     directory, _ = checkpoint("qwen3", layout)
     found = runner_of(directory, dtype)
     head = found.model.vocabulary.output
-    last_panel = head.weight.nbytes - head.dense().nbytes if dtype == "float32" else 0
+    last_panel = head.weight.nbytes - head.dense().nbytes if head.packed else 0
     assert found.weight_bytes == tensor_bytes(found.model) - tensor_bytes(found.model.angles) - last_panel
     random = runner_of(directory, dtype, dummy=True)
     assert random.weight_bytes == found.weight_bytes
@@ -154,7 +172,7 @@ def test_rows_of_w8a8_are_rounded_to_8_bits_a_token(checkpoint):
         for module in model.modules():
             module._forward_pre_hooks.clear()
     assert 1e-3 < error(exact, expected) < 5e-2
-    if multiplies_int8(CPU):
+    if native.multiplies_integers() or multiplies_int8(CPU):
         assert error(found, expected) < 0.2 * error(exact, expected)
     else:
         assert error(found, exact) < 1e-4

@@ -143,11 +143,11 @@ def test_short_dtypes_stay_close_to_float32(models, found):
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "gpt2", "opt-post-norm-projected"])
 def test_ranks_and_stages_hold_each_weight_once_except_norms_positions_and_padding(case, models, group):
-    """In bfloat16, which has no second, packed copy."""
+    """In float16, which has no second, packed copy."""
     spec = load_model_spec(models[case])
 
     def num_bytes(shard: Shard) -> int:
-        return load_model(spec, shard=shard, dtype="bfloat16", device="cpu", dummy_weights=False)[1]
+        return load_model(spec, shard=shard, dtype="float16", device="cpu", dummy_weights=False)[1]
 
     total = num_bytes(whole(spec))
     halves = [num_bytes(Shard(layers=(0, LAYERS), group=group(rank, 2))) for rank in range(2)]

@@ -1,6 +1,6 @@
 """Closed form of a schedule to which requests come at a rate, instead of waiting in a backlog.
 
-Two laws, by how a policy admits requests.
+Three laws, by how a policy admits requests.
 
 Slots: a request begins with the next pass that has a free slot. With n requests in the system, in service or waiting
 for admission, the schedule works as in its steady state with batches that hold n: it serves X(n) requests/s (Little's
@@ -18,6 +18,9 @@ lengths, c their coefficient of variation (Lee and Longton 1959).
 
 Gate: all that wait begin together, up to a full batch, when the batch before is done, or its cycle over (`gate.py`).
 Stages that prefill apart are a gate of their own; what decodes behind them is the policy's (`Steady.arriving`).
+
+Drawn: where the lengths that wait decide the next batch, a policy serves a few queues of random requests itself
+(`Steady.served`), and their times are those of the Estimate.
 
     KV cache    that of a batch which is exceeded as seldom as three standard deviations of a normal law are
     percentiles as `request_times.py` has them, over what an arriving request meets
@@ -39,9 +42,11 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.bounds import Bound, share_of_requests, targets_of
+from exeplan.core.bounds import Bound, is_deadline, share_of_requests, targets_of
+from exeplan.core.request_times import RequestTimes, quantile
 from exeplan.core.schedule import Estimate
 from exeplan.policies import load_policy
+from exeplan.policies.interface import Served
 from exeplan.simulator.closed_form import KV_SIGMAS, SteadyState, deadline_factors, estimate, weighted_quantile
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.gate import Gate, gate
@@ -51,10 +56,12 @@ from exeplan.simulator.request_times import (
     met_passes,
     one_prompt,
     prompt_variance,
+    tail_shares,
     times_at_rate,
     with_bounds,
 )
 from exeplan.workload.arrivals import Arrivals, residents
+from exeplan.workload.length_law import Ints
 
 _ALIKE = np.ones(1)
 _LEAST_SPREAD = 0.02
@@ -62,11 +69,13 @@ _LEAST_SPREAD = 0.02
 _WAIT_POINTS = 9
 """Points at which the wait for an admission is spread."""
 _STATES = 64
-"""Points at which the number that an arriving request meets is looked at."""
+"""Shares of the numbers that an arriving request meets, the largest ones in small shares: percentiles lie there."""
 _HELD = 6
 """Times for which a gate is held."""
 _NORMAL = np.array([-1.38, -0.69, -0.21, 0.21, 0.69, 1.38])
 """Means of as many slices of a normal distribution."""
+_CHAINS, _DRAWN, _SETTLED = 64, 64, 16
+"""Chains of batches on a pipeline, their lengths, and batches until they have settled."""
 _WAITS = 16
 """Waits of the requests that meet one batch, for quantiles."""
 
@@ -110,15 +119,13 @@ def estimate_at_rate(
     are what the requests of this rate hold.
     """
     full = points[-1]
+    if full.steady.served is not None:
+        found = full.steady.served(arrivals.rate, arrivals.variability / arrivals.sharing)
+        return _of_served(full, found, arrivals, cost, metric, bounds=bounds, memory=memory)
     if full.steady.arriving is not None:
         points = [SteadyState(s, full.workload, at, full.num_caches) for s, at in full.steady.arriving(arrivals.rate)]
-    if full.steady.queued is not None:
-        numbers, steady = zip(*full.steady.queued(), strict=True)
-        points = [SteadyState(full.schedule, full.workload, at, full.num_caches) for at in steady]
-        mix = _from_queue(points, np.array(numbers, dtype=float), arrivals, cost)
-    elif _is_gated(full):
-        points = _by_size(points)
-        mix = _through_gate(points, arrivals, cost, apart=full.steady.arriving is not None)
+    if _is_gated(full):
+        points, mix = _through_gate(_by_size(points), arrivals, cost, apart=full.steady.arriving is not None)
     else:
         points, mix = _in_slots(points, arrivals, cost)
     length = np.array([float(full.workload.output_quantile(0.99))])
@@ -148,6 +155,52 @@ def estimate_at_rate(
     if not targets_of(bounds):
         return at_rate
     return with_bounds(at_rate, times_at_rate(points, cost, mix.met), bounds)
+
+
+def _of_served(
+    full: SteadyState,
+    found: Served,
+    arrivals: Arrivals,
+    cost: CostModel,
+    metric: str,
+    *,
+    bounds: Sequence[Bound],
+    memory: float,
+) -> Estimate:
+    """From the times of single requests."""
+    first_tokens = 1 if cost.first_token_from_prefill else 0
+    planned, single = int(full.workload.output_quantile(0.99)), found.outputs <= 1
+
+    def at(output_tokens: Ints | int) -> Floats:
+        return found.waits + found.prefills + found.paces * (output_tokens - first_tokens)
+
+    latency, deadlines = at(found.outputs), full.workload.deadlines
+    due = latency * (np.resize(deadlines.factors, len(latency)) if deadlines else 1.0)
+    times = RequestTimes(
+        ttft=at(1),
+        tpot=np.where(single, 0.0, found.paces),
+        latency=latency,
+        length=at(np.minimum(found.outputs, planned)),
+        due=due,
+        single=single,
+    )
+    share, longest = share_of_requests(metric), found.outputs >= min(planned, int(found.outputs.max()))
+    kv_tokens = min(float(np.quantile(found.kv_tokens, NormalDist().cdf(KV_SIGMAS))), full.kv_tokens)
+    at_rate = replace(
+        estimate(full, cost, metric, memory=memory),
+        throughput=arrivals.rate,
+        token_throughput=arrivals.rate * full.workload.mean_output,
+        ttft=float(times.ttft.mean()),
+        tpot=float(found.paces[~single].mean()) if not single.all() else 0.0,
+        latency=float(at(planned)[longest].mean())
+        if share is None
+        else quantile(due if is_deadline(metric) else latency, share),
+        latency_p50=quantile(latency, 0.5),
+        latency_p99=quantile(latency, 0.99),
+        kv_tokens=kv_tokens,
+        memory_bytes_per_gpu=cost.memory.bytes_held(full.schedule, memory, kv_tokens, full.cycle.prefill_kv_tokens),
+    )
+    return with_bounds(at_rate, times, bounds) if targets_of(bounds) else at_rate
 
 
 def _held_most(chance: Floats) -> int:
@@ -228,18 +281,19 @@ def _met_in_slots(
     aboard: Floats, passes: Sequence[MetPasses], busy: float, queue: float, ahead: Floats, chance: Floats
 ) -> Met:
     """The longest queues go with the largest batches; `busy` is the chance of finding a batch."""
-    state = (np.arange(_STATES) + 0.5) / _STATES
+    edges = tail_shares(_STATES)
+    shares = np.diff(edges)
+    state = (edges[1:] + edges[:-1]) / 2
     which = np.searchsorted(np.cumsum(aboard), state).clip(max=len(aboard) - 1)
-    reached = np.cumsum(chance)
-    queued = np.interp(state, np.append(0.0, reached), np.append(0.0, ahead))
-    queued *= queue / max(float(queued.mean()), 1e-300)
+    queued = np.interp(state, np.append(0.0, np.cumsum(chance)), np.append(0.0, ahead))
+    queued *= queue / max(float(shares @ queued), 1e-300)
     moment = np.maximum((np.arange(_WAIT_POINTS) + 0.5) / _WAIT_POINTS - (1 - busy), 0.0) / max(busy, 1e-12)
     kinds, waits, weights = [], [], []
-    for number, queued_here in zip(which.tolist(), queued.tolist(), strict=True):
+    for number, queued_here, share in zip(which.tolist(), queued.tolist(), shares.tolist(), strict=True):
         found = passes[number]
         waits.append((queued_here + np.multiply.outer(found.spread, moment) * found.interval).ravel())
         kinds.append(np.full(waits[-1].size, number))
-        weights.append(np.full(waits[-1].size, 1.0 / waits[-1].size / _STATES))
+        weights.append(np.full(waits[-1].size, share / waits[-1].size))
     return Met(which=np.concatenate(kinds), waits=np.concatenate(waits), weights=np.concatenate(weights))
 
 
@@ -254,7 +308,9 @@ def _together(point: SteadyState) -> float:
     return point.throughput * point.admission_interval
 
 
-def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel, *, apart: bool) -> _Mix:
+def _through_gate(
+    points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel, *, apart: bool
+) -> tuple[Sequence[SteadyState], _Mix]:
     """Where requests stay for several cycles, most of a batch are those of earlier ones: as many as in the mean.
 
     `apart`: what begins together only prefills together.
@@ -267,14 +323,16 @@ def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostM
     blended = own * each + (1 - own) * mean
     held = blended / np.interp(blended, sizes, throughputs)
     held += (1 - own) * (each - mean) * one_prompt(points[-1], cost, slowest=True)
-    shares = np.stack([_held(point, cost) for point in points], axis=1)
+    shares = np.stack([_held(point, cost, slowest=apart) for point in points], axis=1)
     spread = np.stack([np.interp(each, sizes, row) for row in shares], axis=1)
     held = np.maximum(held, 1e-3 * held[-1])
     found = gate(arrivals.rate, held[:, None] * spread, variability=arrivals.variability / arrivals.sharing)
-    if not apart:
+    if apart:
+        points = _behind_others(points, held[:, None] * spread, found, arrivals, cost)
+    else:
         found = _joining(found, points[-1], cost, mean, mean / arrivals.rate)
     most = np.interp(found.sizes[_held_most(found.chance)], each, blended)
-    return _Mix(
+    return points, _Mix(
         aboard=_weights(np.interp(found.sizes, each, blended), sizes) @ found.chance,
         joining=_weights(found.sizes, sizes) @ found.chance,
         wait=found.wait,
@@ -284,24 +342,40 @@ def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostM
     )
 
 
-def _from_queue(points: Sequence[SteadyState], numbers: Floats, arrivals: Arrivals, cost: CostModel) -> _Mix:
-    """Where a batch takes some of those that wait: its steady states are those of so many that wait."""
-    each = np.arange(1, round(float(numbers[-1])) + 1, dtype=float)
-    entering = np.interp(each, numbers, [_together(point) for point in points])
-    held = np.interp(each, numbers, [point.admission_interval for point in points])
-    shares = np.stack([_held(point, cost) for point in points], axis=1)
-    spread = np.stack([np.interp(each, numbers, row) for row in shares], axis=1)
-    variability = arrivals.variability / arrivals.sharing
-    found = gate(arrivals.rate, held[:, None] * spread, variability=variability, entering=entering)
-    seen = _weights(found.sizes, numbers) @ found.chance
-    return _Mix(
-        aboard=seen,
-        joining=seen,
-        wait=found.wait,
-        met=_met_at_gate(np.interp(found.together, numbers, np.arange(len(points))), found),
-        kv_tokens=float(np.interp(found.sizes[_held_most(found.chance)], numbers, [p.kv_tokens for p in points])),
-        harmonic=False,
-    )
+def _behind_others(
+    points: Sequence[SteadyState], held: Floats, found: Gate, arrivals: Arrivals, cost: CostModel
+) -> list[SteadyState]:
+    """Where a pipeline prefills, a batch waits on its later stages for longer ones before it.
+
+    With times T that are alike on all stages it is on each of the later ones for M = max(T, M before - idle time): the
+    longest batch of those without a pause between them (Boxma, On a tandem queueing model with identical service times
+    at both counters, 1979). A few chains of batches are drawn. `held` has the equally likely times of batches of 1, 2,
+    ... requests.
+    """
+    later = len(cost.prefill_stages) - 1
+    if not later or cost.num_prefill_servers > 1:
+        return list(points)
+    rng, often = np.random.default_rng(0), found.chance / found.sizes
+    sizes = found.sizes[rng.choice(len(often), (_DRAWN, _CHAINS), p=often / often.sum())].astype(int)
+    times = held[sizes - 1, rng.integers(held.shape[1], size=sizes.shape)]
+    pauses = rng.exponential(1 / arrivals.rate, sizes.shape)
+    pauses *= rng.random(sizes.shape) < float(found.weights[0]) / float(often.sum())
+    longest, before = times[0], []
+    for time, pause in zip(times, pauses, strict=True):
+        before.append(longest - pause)
+        longest = np.maximum(time, before[-1])
+    seen = np.concatenate(before[_SETTLED:])
+    own = [held[max(round(_together(point)), 1) - 1] for point in points]
+    return [
+        _later(point, later * float(np.maximum(np.subtract.outer(seen, times), 0.0).mean()))
+        for point, times in zip(points, own, strict=True)
+    ]
+
+
+def _later(point: SteadyState, seconds: float) -> SteadyState:
+    """The steady state in which every token comes so much later."""
+    latency = point.steady.latency
+    return replace(point, steady=replace(point.steady, latency=lambda output_tokens: latency(output_tokens) + seconds))
 
 
 def _joining(found: Gate, point: SteadyState, cost: CostModel, mean: float, held: float) -> Gate:
@@ -339,10 +413,11 @@ def _own_share(point: SteadyState) -> float:
     return float(law.weights @ np.minimum(seconds, point.admission_interval) / (law.weights @ seconds))
 
 
-def _held(point: SteadyState, cost: CostModel) -> Floats:
+def _held(point: SteadyState, cost: CostModel, *, slowest: bool = False) -> Floats:
     """Equally likely times for which those that begin together hold the gate, over their mean.
 
-    Until the longest of them is done, but no longer than makes the mean right; and what their prompts differ by.
+    Until the longest of them is done, but no longer than makes the mean right; and what their prompts differ by, on
+    the `slowest` stage where the gate opens when that is free.
     """
     together = max(_together(point), 1.0)
     law = point.workload.output_law.longest_of(together)
@@ -352,7 +427,9 @@ def _held(point: SteadyState, cost: CostModel) -> Floats:
     held = np.minimum(seconds, np.interp(mean, means, seconds))
     mass = np.append(0.0, np.cumsum(weights * held))
     slices = np.diff(np.interp(np.linspace(0, 1, _HELD + 1), np.append(0.0, reached), mass)) * _HELD
-    variance = max(float(weights @ held**2 - mass[-1] ** 2), 0.0) + prompt_variance(point, cost, together)
+    variance = max(float(weights @ held**2 - mass[-1] ** 2), 0.0) + prompt_variance(
+        point, cost, together, slowest=slowest
+    )
     shape = slices / mean - 1 if np.std(slices) > 1e-3 * mean else _NORMAL
     deviation = (shape - shape.mean()) / np.std(shape) * np.sqrt(variance) / mean
     return np.asarray(1.0 + np.maximum(deviation, -0.95))

@@ -8,9 +8,6 @@ The chain of q is solved as it is, no state left out but those too rare to count
 or where their stream is more or less variable negative binomial or binomial, by Panjer's recursion. Sources: Bailey, On
 queueing processes with bulk service (1954); Neuts, A general class of bulk queues with Poisson input (1967).
 
-Where k(q) of them enter and not the first ones, waits are the same in the mean, and each of the batches that follow may
-be that of a request, until it is the oldest.
-
 Used for batches that run to completion, for prefills with a stage of their own, and for the cycles of `rra`. Not here:
 what is served (`at_rate.py`).
 """
@@ -29,10 +26,11 @@ _UNSEEN = 1e-7
 """Chance of states that are left out of what requests meet."""
 _MOMENTS = 6
 """Points of the time between two openings at which an arrival is looked at."""
-_PLACES = 8
-"""Points of the number of batches that a request waits for which need not come first."""
-_TURNS = 1.5
-"""Of as many batches as all that wait are: after these at most a request is the oldest, whose batch it is."""
+_NUMBERS, _SHARES = np.array([0.219, 0.594, 0.844, 0.969]), np.array([0.4375, 0.3125, 0.1875, 0.0625])
+"""Quantiles of the number that has come before it meanwhile, with small shares of large numbers, where percentiles
+lie."""
+_SPREAD = np.sqrt(1.5) * np.array([-1.0, 0.0, 1.0])
+"""Points with mean 0 and variance 1, of equal weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,34 +49,29 @@ class Gate:
     weights: Floats
 
 
-def gate(rate: float, seconds: Floats, *, variability: float = 1.0, entering: Floats | None = None) -> Gate:
-    """The gate that is shut for any of `seconds[q - 1]` when q wait, all equally likely.
+def gate(rate: float, seconds: Floats, *, variability: float = 1.0) -> Gate:
+    """The gate that is shut for any of `seconds[k - 1]` when k enter, all equally likely; at most as many as there are
+    rows do.
 
-    All that wait enter, at most as many as there are rows, or `entering[q - 1]` of them, which need not be the first
-    ones; of more than there are rows as many as of the last. `variability` is the squared coefficient of variation of
-    the gaps between arrivals. The rate has to be below the last of these over the mean of the last row.
+    `variability` is the squared coefficient of variation of the gaps between arrivals. The rate has to be below the
+    number of rows over the mean of the last one.
     """
-    rows, full = len(seconds), rate * float(seconds[-1].mean())
-    enter = np.arange(1.0, rows + 1) if entering is None else entering
-    most = float(enter[-1])
+    most, full = len(seconds), rate * float(seconds[-1].mean())
     beyond = _RARE * (full * variability + rate**2 * float(seconds[-1].var())) / (2 * (most - full))
-    step = max(1, -(-rows // _LEVELS), int(beyond / _LEVELS))
-    sizes = np.unique(np.append(np.arange(0, rows, step), rows))[1:].astype(float)
-    taken, enter = seconds[sizes.astype(int) - 1], enter[sizes.astype(int) - 1]
-    levels = np.append(0.0, np.append(sizes, np.arange(rows + step, rows + beyond + 2 * step, step)))
+    step = max(1, -(-most // _LEVELS), int(beyond / _LEVELS))
+    sizes = np.unique(np.append(np.arange(0, most, step), most))[1:].astype(float)
+    taken = seconds[sizes.astype(int) - 1]
+    levels = np.append(0.0, np.append(sizes, np.arange(most + step, most + beyond + 2 * step, step)))
+    left = np.maximum(levels - most, 0.0)
     row = np.minimum(np.arange(len(levels)), len(sizes)) - 1
     row[0] = 0
-    left = np.maximum(levels - enter[row], 0.0)
     coming = _arrivals(rate * taken, variability, len(levels), step)
     chance = _stationary(left, coming[row], step)
     shut = taken[row]
     cycle = float(chance @ shut.mean(axis=1)) + float(chance[0]) / rate
     waiting = float(chance @ (left * shut.mean(axis=1) + rate * (shut**2).mean(axis=1) / 2)) / cycle
-    by_size = np.bincount(row, weights=chance * np.maximum(np.minimum(levels, enter[row]), 1.0), minlength=len(sizes))
-    if entering is None:
-        met = _met(left, shut, chance, rate=rate, cycle=cycle, most=rows)
-    else:
-        met = _met_by_chance(levels, left, enter[row], shut, chance, rate=rate, cycle=cycle)
+    by_size = np.bincount(row, weights=chance * np.clip(levels, 1.0, most), minlength=len(sizes))
+    met = _met(left, shut, chance, rate=rate, cycle=cycle, most=most, variability=variability)
     met["waits"] *= waiting / rate / max(float(met["weights"] @ met["waits"]), 1e-300)
     return Gate(wait=waiting / rate, sizes=sizes, chance=by_size / by_size.sum(), **met)
 
@@ -113,44 +106,31 @@ def _stationary(left: Floats, arrivals: Floats, step: int) -> Floats:
     return np.asarray(found / found.sum())
 
 
-def _met(left: Floats, shut: Floats, chance: Floats, *, rate: float, cycle: float, most: int) -> dict[str, Floats]:
+def _met(
+    left: Floats, shut: Floats, chance: Floats, *, rate: float, cycle: float, most: int, variability: float
+) -> dict[str, Floats]:
     """What arriving requests meet: a shut gate at an even moment, more often while it is shut long, or an open one.
 
-    Numbers ahead are those that come evenly, so that the waits come out somewhat short; they are scaled to their mean.
+    The waits are scaled to their mean, from which a few points of the numbers that come are a little off.
     """
+    from scipy.special import pdtrik  # Importing it takes as long as a small search.
+
     some = chance > _UNSEEN
-    left, shut, often = left[some, None, None], shut[some, :, None], chance[some, None, None]
-    share = (np.arange(_MOMENTS) + 0.5) / _MOMENTS
-    ahead = left + rate * shut * share
+    held, often = shut[some, :, None, None], chance[some, None, None, None]
+    share = (np.arange(_MOMENTS)[:, None] + 0.5) / _MOMENTS
+    mean = rate * held * share
+    come = np.ceil(pdtrik(_NUMBERS, np.maximum(mean, 1e-9)))
+    ahead = left[some, None, None, None] + np.maximum(mean + np.sqrt(variability) * (come - mean), 0.0)
     whole = np.floor(ahead / most)
-    waits = shut * (1 - share) + whole * float(shut[-1].mean())
-    together = np.clip(left + rate * shut + 1 - whole * most, 1.0, most)
-    weights = often * shut / cycle / _MOMENTS / shut.shape[1] + 0.0 * share
+    full, apart = float(shut[-1].mean()), float(shut[-1].std())
+    # Each moment meets every spread of the full batches, with other numbers.
+    spread = _SPREAD[np.indices(whole.shape[1:]).sum(axis=0) % len(_SPREAD)]
+    waits = held * (1 - share) + np.maximum(whole * full + np.sqrt(whole) * apart * spread, 0.0)
+    together = np.clip(ahead + rate * held * (1 - share) + 1 - whole * most, 1.0, most)
+    weights = often * held / cycle / _MOMENTS / shut.shape[1] * _SHARES + 0.0 * waits
     total = float(weights.sum() + chance[0] / rate / cycle)
     return {
         "waits": np.append(0.0, waits.ravel()),
         "together": np.append(1.0, together.ravel()),
-        "weights": np.append(chance[0] / rate / cycle, weights.ravel()) / total,
-    }
-
-
-def _met_by_chance(
-    levels: Floats, left: Floats, enter: Floats, shut: Floats, chance: Floats, *, rate: float, cycle: float
-) -> dict[str, Floats]:
-    """The same where each batch takes a request as likely as any other, or the oldest; `together` are those that wait,
-    itself included."""
-    some = chance > _UNSEEN
-    held, often = shut[some, :, None, None], chance[some, None, None, None]
-    share = (np.arange(_MOMENTS)[:, None] + 0.5) / _MOMENTS
-    place = (np.arange(_PLACES) + 0.5) / _PLACES
-    waiting = np.minimum(left[some, None, None, None] + rate * held * share + 1, levels[-1])
-    batches = np.maximum(waiting / np.interp(waiting, levels[1:], enter[1:]), 1.0 + 1e-9)
-    before = np.floor(np.minimum(np.log(1.0 - place) / np.log(1.0 - 1.0 / batches), _TURNS * batches))
-    waits = held * (1 - share) + before * np.interp(waiting, levels[1:], shut[1:].mean(axis=1))
-    weights = often * held / cycle / _MOMENTS / _PLACES / shut.shape[1] + 0.0 * waits
-    total = float(weights.sum() + chance[0] / rate / cycle)
-    return {
-        "waits": np.append(0.0, waits.ravel()),
-        "together": np.append(1.0, np.broadcast_to(waiting, waits.shape).ravel()),
         "weights": np.append(chance[0] / rate / cycle, weights.ravel()) / total,
     }

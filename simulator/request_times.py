@@ -68,6 +68,11 @@ def times_under_backlog(point: SteadyState, clock: Clock, admission_interval: fl
     return _times([point], clock, np.zeros(_SAMPLE, int), sample.wait * admission_interval, sample)
 
 
+def tail_shares(count: int) -> Floats:
+    """Edges of so many shares of what is between 0 and 1: alike at 0, ever smaller towards 1."""
+    return np.asarray(1.0 - np.linspace(1.0, 0.0, count + 1) ** 2)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
     """What arriving requests meet, one array entry a kind of arrival."""
@@ -80,16 +85,18 @@ class Met:
     """How likely it is; they sum to 1."""
 
     def at(self, which: int, count: int) -> tuple[Floats, Floats]:
-        """At most `count` waits of the requests in a steady state, and their weights: means of alike shares."""
+        """At most `count` waits of the requests in a steady state, and their weights: means, the longest of small
+        shares."""
         here = self.which == which
         order = np.argsort(self.waits[here])
         waits, weights = self.waits[here][order], self.weights[here][order]
         if len(waits) <= count:
             return waits, weights
-        edges = np.linspace(0.0, 1.0, count + 1)
+        edges = tail_shares(count)
         reached = np.append(0.0, np.cumsum(weights)) / weights.sum()
         mass = np.append(0.0, np.cumsum(weights * waits)) / weights.sum()
-        return np.diff(np.interp(edges, reached, mass)) * count, np.full(count, float(weights.sum()) / count)
+        shares = np.diff(edges)
+        return np.diff(np.interp(edges, reached, mass)) / shares, shares * float(weights.sum())
 
     def drawn(self, chance: Floats) -> tuple[Ints, Floats]:
         """Steady states and waits at these quantiles, the waits rising in each state."""
@@ -178,10 +185,10 @@ def _met_lengths(variation: float) -> Floats:
     return np.asarray(values / values.mean())
 
 
-def prompt_variance(point: SteadyState, clock: Clock, prompts: float) -> float:
+def prompt_variance(point: SteadyState, clock: Clock, prompts: float, *, slowest: bool = False) -> float:
     """Of the seconds that so many prompts take: each by its own length, or padded all by that of the longest."""
     law = point.cycle.prompt_law if point.cycle.padded else point.workload.input_law
-    one = one_prompt(point, clock) * law.std / law.mean
+    one = one_prompt(point, clock, slowest=slowest) * law.std / law.mean
     return (prompts * one) ** 2 if point.cycle.padded else prompts * one**2
 
 

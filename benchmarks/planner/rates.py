@@ -87,8 +87,11 @@ def main() -> None:
     args = parser.parse_args()
     numbers = range(args.seed, args.seed + args.cases)
     jobs = [(policy, n, tuple(args.loads), args.seeds, args.requests) for policy in args.policies for n in numbers]
+    points = []
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        points = [point for found in pool.map(_case, jobs) for point in found]
+        for found in pool.map(_case, jobs):
+            points += found
+            print("\n".join(map(_line, found)), flush=True)
     _print(points)
     print(f"\nrecord: {write_record('planner-rates', {'rows': summary(points), 'points': points})}")
 
@@ -324,6 +327,15 @@ def _counted(points: list[dict[str, Any]], name: str) -> list[int]:
     """How many points are within the limit, undecided and beyond it."""
     found = [point["verdicts"][name] for point in points if point["verdicts"]]
     return [found.count(verdict) for verdict in VERDICTS]
+
+
+def _line(point: dict[str, Any]) -> str:
+    """Errors of one point, percent, with the half width of the replays' interval."""
+    name = f"{point['policy']} {point['case']} at {point['load']}, gaps {point['bursts']:g}: {point['what']}"
+    if point["errors"] is None:
+        return f"{name}: refused"
+    halves = {n: _error(point["replay"][n] + point["half width"][n], point["replay"][n]) for n in METRICS}
+    return f"{name}\n    " + ", ".join(f"{n} {100 * point['errors'][n]:+.1f}+-{100 * halves[n]:.0f}" for n in METRICS)
 
 
 def _print(points: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
-from exeplan.workload.length_law import LengthLaw
+from exeplan.workload.length_law import Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
 
@@ -85,6 +85,22 @@ class Clock(Protocol):
         """From the end of a prefill until the keys and values of `num_tokens` tokens are at the stages that decode."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """Requests that came at a rate, one array entry each, all equally likely; seconds."""
+
+    waits: Floats
+    """Until its prefill begins."""
+    prefills: Floats
+    """From then on until its prefill is done."""
+    paces: Floats
+    """Of a decode iteration of its batch."""
+    outputs: Ints
+    """Output tokens."""
+    kv_tokens: Floats
+    """Tokens in the KV cache when its batch is done."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steady:
     """A schedule's steady state under a backlog, timed."""
@@ -105,9 +121,9 @@ class Steady:
     arriving: "Callable[[float], tuple[tuple[Schedule, Steady], ...]] | None" = None
     """Steady states when requests come at a rate, with rising numbers that begin together, each with its schedule; None
     where those of smaller batches under a backlog stand for them."""
-    queued: "Callable[[], tuple[tuple[int, Steady], ...]] | None" = None
-    """Steady states by how many wait whenever a batch begins, rising, the last one for any more: of a policy that takes
-    some of them, and not the first ones. None where all that wait begin together, as far as they fit."""
+    served: "Callable[[float, float], Served] | None" = None
+    """What requests meet that come at a rate, with gaps of a squared coefficient of variation; of a policy whose next
+    batch depends on the lengths that wait. None where it follows from the steady states of smaller batches."""
 
 
 class Queue(Protocol):

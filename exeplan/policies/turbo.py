@@ -22,6 +22,8 @@ from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.control_variables import require
 from exeplan.core.schedule import Schedule
+from exeplan.policies._alike_at_rate import Cutting, served
+from exeplan.policies._cutting import around, best_begins
 from exeplan.policies._together import generated, latency
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
@@ -40,8 +42,6 @@ _DECODES = 24
 """Iterations of a batch that are timed; those between are interpolated."""
 _TOLD_APART = 384
 """Waiting requests that are told apart; each stands for several of more."""
-_QUEUE_LENGTHS = 10
-"""Numbers of waiting requests that are looked at where requests come at a rate."""
 _QUEUES, _SETTLING, _SEEN = 16, 15, 24
 """Queues that are served side by side at least, and their batches: until they have settled, and those that count."""
 _TOGETHER = 6144
@@ -86,14 +86,14 @@ def starts_together(schedule: Schedule) -> int:
 
 
 def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
-    """That of a backlog, and where fewer wait those of their numbers."""
-    most = _lookahead(schedule["batch_size"])
-    numbers = np.unique(np.rint(np.geomspace(1, most, _QUEUE_LENGTHS)).astype(int)).tolist()
-
-    def queued() -> tuple[tuple[int, Steady], ...]:
-        return tuple((number, _steady(schedule, workload, clock, number)) for number in numbers)
-
-    return replace(_steady(schedule, workload, clock, most), queued=queued)
+    """That of a backlog; where requests come at a rate, queues of them are served side by side."""
+    size = schedule["batch_size"]
+    cutting = Cutting(size=size, overhead=_overhead(schedule), lookahead=_lookahead(size))
+    backlog = _steady(schedule, workload, clock, cutting.lookahead)
+    interval = backlog.admission_interval
+    assert interval is not None
+    law = partial(served, workload, clock, cutting)  # type: ignore[arg-type]  # Hashed by identity.
+    return replace(backlog, served=partial(law, backlog.throughput * interval, interval))
 
 
 def _steady(schedule: Schedule, workload: Workload, clock: Clock, waiting: int) -> Steady:
@@ -231,7 +231,7 @@ def _batches_seen(prompts: LengthLaw, size: int, overhead: int, queue: int) -> _
         rising = np.take_along_axis(lengths, numbers, axis=1)
         # The longest that a request stands for is nearly as long as the next one.
         longer = rising + (1 - 1 / each) / 2 * np.diff(rising, axis=1, append=rising[:, -1:])
-        begins, ends = _around(_best_begins(longer, of_batch, overhead / each), numbers.argmin(axis=1))
+        begins, ends = around(best_begins(longer, of_batch, overhead / each), numbers.argmin(axis=1), waiting)
         taken = (np.arange(waiting) >= begins[:, None]) & (np.arange(waiting) < ends[:, None])
         if turn >= _SETTLING:
             sizes.append((ends - begins) * each)
@@ -297,31 +297,8 @@ def _alike(ahead: tuple[SequenceState, ...], schedule: Schedule) -> list[Sequenc
 
 def _cut(lengths: Ints, size: int, overhead: float) -> Ints:
     """Where the batches end into which these rising lengths are cut at the least cost."""
-    begins = _best_begins(lengths[None, :], size, overhead)[0].tolist()
+    begins = best_begins(lengths[None, :], size, overhead)[0].tolist()
     ends = [len(lengths)]
     while begins[ends[-1]] > 0:
         ends.append(begins[ends[-1]])
     return np.array(ends[::-1])
-
-
-def _best_begins(lengths: Floats | Ints, size: int, overhead: float) -> Ints:
-    """Of each queue, [queues, waiting]: where the last batch begins if the first 0, 1, 2, ... requests are cut at the
-    least cost, [queues, waiting + 1]."""
-    queues, waiting = lengths.shape
-    cost, begins = np.zeros((queues, waiting + 1)), np.zeros((queues, waiting + 1), dtype=np.int64)
-    every = np.arange(queues)
-    for end in range(1, waiting + 1):
-        low = max(end - size, 0)
-        tried = cost[:, low:end] + np.arange(end - low, 0, -1) * lengths[:, end - 1 : end]
-        best = tried.argmin(axis=1)
-        cost[:, end], begins[:, end] = tried[every, best] + overhead, low + best
-    return begins
-
-
-def _around(begins: Ints, places: Ints) -> tuple[Ints, Ints]:
-    """Of each queue, where the batch begins and ends that holds the request in this place."""
-    every = np.arange(len(places))
-    ends = np.full(len(places), begins.shape[1] - 1)
-    while (later := begins[every, ends] > places).any():
-        ends = np.where(later, begins[every, ends], ends)
-    return begins[every, ends], ends

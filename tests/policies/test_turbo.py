@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
+from exeplan.policies._alike_at_rate import Cutting, batch_of_first
 from exeplan.policies.turbo import _cut
 from exeplan.scheduling.scheduler import Scheduler
 
@@ -53,3 +54,19 @@ def _finish(batch: Batch, scheduler: Scheduler) -> None:
         row.num_output_tokens += 1
         row.finished = row.num_output_tokens >= 2
     scheduler.complete(batch)
+
+
+@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=4), st.integers(1, 6))
+@settings(max_examples=50, deadline=None)
+def test_queues_side_by_side_run_the_batch_that_each_would_run_alone(queues: list[list[int]], size: int) -> None:
+    counts = np.array([len(queue) for queue in queues])
+    lengths = np.ones((len(queues), int(counts.max())), dtype=np.int64)
+    for row, queue in zip(lengths, queues, strict=True):
+        row[: len(queue)] = queue
+    found = batch_of_first(lengths, counts, Cutting(size=size, overhead=20, lookahead=12))
+    for row, queue in zip(found, queues, strict=True):
+        order = np.argsort(queue, kind="stable")
+        place, ends = int(np.flatnonzero(order == 0)[0]), _cut(np.sort(queue), size, 20)
+        end = int(ends[np.searchsorted(ends, place, side="right")])
+        begin = max((int(e) for e in ends if e <= place), default=0)
+        assert np.flatnonzero(row).tolist() == sorted(order[begin:end].tolist())

@@ -34,6 +34,7 @@ CASES = [
     (Schedule("static", {"batch_size": 16}), 1),
     (Schedule("rra", {"prefill_batch": 8, "decode_steps": 8}), 1),
     (Schedule("rra", {"prefill_batch": 16, "decode_steps": 12, "micro_batches": 3}), 3),
+    (Schedule("turbo", {"batch_size": 16, "overhead_tokens": 64}), 1),
     (Schedule("concat", {"max_num_seqs": 16, "rows": 8, "row_tokens": 256}), 1),
     (Schedule("waa-c", {"prefill_batch": 2, "decode_batch": 40}), 1),
     (Schedule("waa-c", {"prefill_batch": 4, "decode_batch": 60, "micro_batches": 2}), 2),
@@ -57,8 +58,8 @@ def stages(count: int, first: int, phase: str) -> Placement:
     return tuple(Stage(devices=(first + i,), layers=span, phase=phase) for i, span in enumerate(pairwise(ends)))
 
 
-def problem_of(profile: Profile, count: int, *, apart: bool) -> Problem:
-    before = stages(1, 0, "prefill") if apart else ()
+def problem_of(profile: Profile, count: int, *, apart: bool, prefilling: int = 1) -> Problem:
+    before = stages(prefilling, 0, "prefill") if apart else ()
     placement = before + stages(count, len(before), "decode" if apart else "")
     rows = [replace(row, seconds=row.seconds + WEIGHTS) if row.op == "rest" else row for row in profile.measurements]
     timed = replace(profile, model=replace(profile.model, num_layers=LAYERS), measurements=tuple(rows))
@@ -98,6 +99,16 @@ def replayed_at(problem: Problem, schedule: Schedule, rate: float, seed: int) ->
 def summarized(problem: Problem, run: Run) -> Estimate:
     p99 = problem.workload.output_quantile(0.99)
     return summarize(run.requests, p99_output=p99, bounds=problem.bounds, backlog=False, waiting=True)
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_batches_wait_on_later_stages_for_longer_ones_before_them(load: float, profile: Profile) -> None:
+    schedule = Schedule("waa-c", {"prefill_batch": 2, "decode_batch": 60})
+    problem = problem_of(profile, 1, apart=True, prefilling=3)
+    rate = load * steady_state(schedule, problem.workload, problem.cost).throughput
+    found = replace(problem, arrivals=Arrivals(rate=rate)).estimate(schedule)
+    seen = [summarized(problem, replayed_at(problem, schedule, rate, seed)) for seed in range(2)]
+    assert found.ttft == pytest.approx(np.mean([one.ttft for one in seen]), rel=0.05)
 
 
 @pytest.mark.parametrize(("schedule", "count"), CASES, ids=[f"{schedule} {count}" for schedule, count in CASES])

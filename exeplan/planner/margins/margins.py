@@ -37,6 +37,7 @@ from exeplan.planner.margins.sampling_error import sampling_error
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import MOST_SEEDS
 from exeplan.planner.problems.replays import replay_estimate
+from exeplan.policies import load_policy
 
 _SEEDS = 8
 """Replays of the winner: with fewer, Student's law demands much more than the spread of the replays."""
@@ -105,7 +106,8 @@ def margins(problem: Problem, schedule: Schedule, risk: Risk, *, seed: int) -> M
         laws.append([_with_throughput(law, sampled.throughput) for law in sampled.laws])
     else:
         remarks.append("lengths: a stated law, no sample: no sampling error")
-    if measured := profile_error(problem.profile):
+    kept = load_policy(schedule.policy).KEEPS_FINISHED_ROWS
+    if measured := profile_error(problem.profile, keeps_finished_rows=kept):
         laws.append([measured] * len(problem.bounds))
     else:
         remarks.append(f"profile: {problem.profile.source}, its times have no repeats to judge them by")
@@ -113,23 +115,24 @@ def margins(problem: Problem, schedule: Schedule, risk: Risk, *, seed: int) -> M
     return _margins(problem, risk, laws, remarks)
 
 
-def profile_error(profile: Profile) -> ErrorLaw | None:
+def profile_error(profile: Profile, *, keeps_finished_rows: bool) -> ErrorLaw | None:
     """The standard error of the profile's medians, as if all erred alike; None where nothing was repeated.
 
-    A mean over the rows, each as important as its seconds, and with it the error of the factor on all of them.
+    A mean over the rows, each as important as its seconds, and with it the error of the factor on all of them: that of
+    batches which keep their rows, or of others.
     """
     rows = [m for m in profile.measurements if m.repeats > 1 and m.spread > 0]
     if not rows:
         return None
     errors = [_MEDIAN_ERROR * m.spread / math.sqrt(m.repeats) for m in rows]
-    count = sum(m.repeats for m in rows)
+    count, factor = sum(m.repeats for m in rows), profile.error_of(keeps_finished_rows=keeps_finished_rows)
     return ErrorLaw(
         logs=(0.0,),
-        spread=math.hypot(float(np.average(errors, weights=[m.seconds for m in rows])), profile.calibration_error),
+        spread=math.hypot(float(np.average(errors, weights=[m.seconds for m in rows])), factor),
         freedom=float(count - len(rows)),
         count=count,
         source=f"profile: the repeats of its {len(rows)} measured times"
-        + (f", whole steps +-{profile.calibration_error:.1%}" if profile.calibration_error else ""),
+        + (f", whole steps +-{factor:.1%}" if factor else ""),
     )
 
 

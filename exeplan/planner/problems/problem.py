@@ -223,7 +223,7 @@ class Problem:
         schedule = full.schedule
         if full.throughput <= arrivals.rate:
             raise Infeasible(f"{schedule} sustains {full.throughput:.3g} requests/s, {arrivals} come")
-        points = [*self._smaller(schedule), full]
+        points = [full] if full.steady.served else [*self._smaller(schedule), full]
         return estimate_at_rate(points, arrivals, self.cost, self.bound.metric, bounds=bounds, memory=self.memory)
 
     def binding_bound(self, schedule: Schedule) -> Bound:

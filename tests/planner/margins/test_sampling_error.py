@@ -116,20 +116,42 @@ def test_a_part_without_a_value_is_told_and_the_others_still_count(
 
 def test_a_profile_is_as_sure_as_its_repeats(profile: Profile) -> None:
     rows = [replace(m, spread=0.1, repeats=25) for m in profile.measurements]
-    law = profile_error(replace(profile, measurements=tuple(rows)))
+    law = profile_error(replace(profile, measurements=tuple(rows)), keeps_finished_rows=False)
     assert law is not None
     # Half the interquartile range is 0.6745 standard deviations, a median's error 1.2533 of them over the root of n.
     assert law.spread == pytest.approx(0.1 / 0.6745 * 1.2533 / 5, rel=1e-3)
     assert law.count == 25 * len(rows)
     alone = [replace(m, spread=0.0, repeats=1) for m in profile.measurements]
-    assert profile_error(replace(profile, measurements=tuple(alone))) is None
+    assert profile_error(replace(profile, measurements=tuple(alone)), keeps_finished_rows=False) is None
 
 
-def test_the_error_of_the_calibration_is_part_of_the_profiles(profile: Profile) -> None:
+@pytest.mark.parametrize(
+    ("figures", "keeps_finished_rows", "error"),
+    [
+        ({"calibration_error": 0.05}, False, 0.05),
+        ({"calibration_error": 0.05}, True, 0.05),
+        ({"calibration_error": 0.05, "kept_rows_calibration": 1.1, "kept_rows_error": 0.08}, False, 0.05),
+        ({"calibration_error": 0.05, "kept_rows_calibration": 1.1, "kept_rows_error": 0.08}, True, 0.08),
+    ],
+)
+def test_the_error_of_a_policys_own_calibration_is_part_of_the_profiles(
+    figures: dict[str, Any], keeps_finished_rows: bool, error: float, profile: Profile
+) -> None:
     rows = tuple(replace(m, spread=0.1, repeats=25) for m in profile.measurements)
-    alone = profile_error(replace(profile, measurements=rows))
-    both = profile_error(replace(profile, measurements=rows, calibration_error=0.05))
+    alone = profile_error(replace(profile, measurements=rows), keeps_finished_rows=keeps_finished_rows)
+    both = profile_error(replace(profile, measurements=rows, **figures), keeps_finished_rows=keeps_finished_rows)
     assert alone is not None
     assert both is not None
-    assert both.spread == pytest.approx(np.hypot(alone.spread, 0.05))
-    assert both.source.endswith("whole steps +-5.0%")
+    assert both.spread == pytest.approx(np.hypot(alone.spread, error))
+    assert both.source.endswith(f"whole steps +-{error:.1%}")
+
+
+@pytest.mark.parametrize(("schedule", "error"), [(SCHEDULE, 0.02), (Schedule("static", {"batch_size": 8}), 0.3)])
+def test_a_margin_counts_the_error_of_its_policys_own_calibration(
+    schedule: Schedule, error: float, profile: Profile
+) -> None:
+    rows = tuple(replace(m, spread=0.001, repeats=25) for m in profile.measurements)
+    known = replace(profile, measurements=rows, calibration_error=0.02, kept_rows_calibration=1.1, kept_rows_error=0.3)
+    found = margins(problem_of(known, LAW), schedule, Risk(share=RISK), seed=0)
+    assert any(part.words.endswith(f"whole steps +-{error:.1%}") for part in found.parts), found.parts
+    assert (found.values[0] > 0.5) == (error == 0.3)

@@ -33,7 +33,8 @@ from exeplan.planner.margins.margins import Risk
 from exeplan.planner.margins.risk import load_errors, parse_risk
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.simulation import Simulation, simulate_plan
-from exeplan.planner.solution import Solution, solve
+from exeplan.planner.solution import Solution
+from exeplan.planner.threads import solve_by_threads
 from exeplan.profiler.calibration.calibrate import with_shipped_engine
 from exeplan.profiler.datasheets.datasheet import (
     load_datasheet,
@@ -179,6 +180,7 @@ def optimize(
     bound_on: str | None = None,
     ttft: Quantity | None = None,
     tpot: Quantity | None = None,
+    itl: Quantity | None = None,
     attainment: Quantity | None = None,
     deadline: Quantity | None = None,
     deadline_share: Quantity | None = None,
@@ -208,15 +210,16 @@ def optimize(
     Without a profile, `model` and `cluster` are needed, and the times are those of the datasheet of its devices, with
     the constants of a serving `engine` where one is given, and of a mixture's experts as `routing` says (`even`, or
     uneven as `power_law_1.2`).
-    At least one of `latency_bound` (infinity for none), `deadline`, `ttft` and `tpot` is required. `ttft="p99:500ms"`
-    bounds a percentile, `ttft="500ms"` the mean; with `attainment` each is of every request. `told` hears how far the
-    search is (`exeplan.progress`). Raises InputError for wrong input, Infeasible where no schedule keeps the bounds.
+    At least one of `latency_bound` (infinity for none), `deadline`, `ttft`, `tpot` and `itl` is required.
+    `ttft="p99:500ms"` bounds a percentile, `ttft="500ms"` the mean; with `attainment` each is of every request. `itl`
+    bounds every gap between two tokens that the plan's passes can make. `told` hears how far the search is
+    (`exeplan.progress`). Raises InputError for wrong input, Infeasible where no schedule keeps the bounds.
     """
     if method == "bayesian":
         require("--method bayesian", "optuna")
     margin = _risk(risk, errors)
     deadlines, due = _deadlines(deadline, deadline_share, arrives=arrival_rate is not None or arrivals is not None)
-    bounds = _bounds(latency_bound, bound_on, ttft=ttft, tpot=tpot, attainment=attainment, due=due)
+    bounds = _bounds(latency_bound, bound_on, ttft=ttft, tpot=tpot, itl=itl, attainment=attainment, due=due)
     if max_num_seqs is not None and not 1 <= max_num_seqs <= MAX_SEQS:
         raise InputError(f"--max-num-seqs must lie between 1 and {MAX_SEQS}, found {max_num_seqs}")
     measured = _times_of(profile, model, cluster, engine, routing)
@@ -228,7 +231,7 @@ def optimize(
     part, whole = _gpus(measured, cluster, gpus)
     if gpus == "auto" and rate is None and not least:
         raise InputError("--gpus auto needs an --arrival-rate, --arrivals trace or --min-throughput to meet")
-    return solve(
+    return solve_by_threads(
         PlanRequest(
             profile=measured,
             workload=lengths,
@@ -364,6 +367,7 @@ def _bounds(
     *,
     ttft: Quantity | None,
     tpot: Quantity | None,
+    itl: Quantity | None,
     attainment: Quantity | None,
     due: Bound | None,
 ) -> tuple[Bound, ...]:
@@ -376,6 +380,7 @@ def _bounds(
         bound_on or "p99-length",
         ttft=_text(ttft),
         tpot=_text(tpot),
+        itl=_text(itl),
         attainment=_text(attainment),
         due=due,
     )

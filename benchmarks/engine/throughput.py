@@ -8,14 +8,16 @@ hidden 512, 8 heads), one of 200 million with grouped heads (12 layers, hidden 1
 W1: 32 requests of 128 in / 128 out. W2: 64 requests of 16-240 in / 16-240 out, uniform. Each engine runs in its
 own process, and the engines alternate within a repeat; the median is reported. `generate` pads on the left and runs
 until the longest output, CTranslate2 takes requests of similar outputs together; only requested tokens count.
-OpenVINO GenAI, CTranslate2 and vLLM run in environments of their own; those that the folder lacks are left out, which a
-sentence says. Writes records/engine-throughput.json, for other shapes than the first with the shape in its name.
+OpenVINO GenAI, CTranslate2 and vLLM run in environments of their own; those that the folder lacks are left out, and one
+that fails has no figure, which a sentence says. Writes records/engine-throughput.json, for other shapes than the first
+with the shape in its name.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from typing import Any
 
 from benchmarks.engine.throughput_peers import run_ctranslate2, run_openvino, run_vllm
 
+VOCABULARY = 32_000
 WORKLOADS = ("W1", "W2")
 PEERS = {"openvino": run_openvino, "ctranslate2": run_ctranslate2, "vllm": run_vllm}
 """In environments of their own."""
@@ -44,7 +47,7 @@ def requests(workload: str) -> list[tuple[list[int], int]]:
     rng = random.Random(0)
     uniform = [(rng.randint(16, 240), rng.randint(16, 240)) for _ in range(64)]
     sizes = [(128, 128)] * 32 if workload == "W1" else uniform
-    return [([rng.randrange(100, 32000) for _ in range(prompt)], output) for prompt, output in sizes]
+    return [([rng.randrange(100, VOCABULARY) for _ in range(prompt)], output) for prompt, output in sizes]
 
 
 def make_checkpoint(folder: str, shape: str) -> None:
@@ -52,7 +55,7 @@ def make_checkpoint(folder: str, shape: str) -> None:
     import transformers
 
     torch.manual_seed(0)
-    ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0, "vocab_size": 32000}
+    ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0, "vocab_size": VOCABULARY}
     if shape == "t5-60m":
         heads = {"num_layers": 6, "d_model": 512, "num_heads": 8, "d_kv": 64, "d_ff": 2048}
         config = transformers.T5Config(**heads, **ids, decoder_start_token_id=0, tie_word_embeddings=True)
@@ -190,7 +193,11 @@ def main() -> None:
         for repeat in range(args.repeats):
             for workload in args.workloads:
                 for engine, python in pythons.items():
-                    answer = _measure(engine, python, folder, workload)
+                    try:
+                        answer = _measure(engine, python, folder, workload)
+                    except PeerError as error:
+                        print(f"{repeat + 1}/{args.repeats} {workload} {engine} failed: {error}", flush=True)
+                        continue
                     rates[workload][engine].append(answer["rate"])
                     tokens[workload, engine] = answer["tokens"]
                     print(
@@ -211,13 +218,26 @@ def _pythons(engines: list[str], peers: Path | None) -> dict[str, str]:
     return found
 
 
+class PeerError(Exception):
+    """An engine gave no figure: the others go on."""
+
+
+def _last_error(text: str) -> str:
+    """The first line of what the last traceback ended with, or the last lines."""
+    lines = text.strip().splitlines()
+    errors = [line for line in lines if re.match(r"(.*\)?\s*)?[\w.]*(Error|Exception|Exit)\b", line)]
+    return errors[-1].strip() if errors else "\n".join(lines[-5:])
+
+
 def _measure(engine: str, python: str, folder: str, workload: str) -> dict[str, Any]:
-    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "OPENVINO_LOG_LEVEL": "0"}
+    # By itself vLLM keeps one of the cores it may use free, of which there is one here.
+    vllm = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENVINO_LOG_LEVEL": "0", **vllm}
     command = [python, "-m", "benchmarks.engine.throughput", "--child", engine, folder, workload]
     answer = subprocess.run(command, check=False, env={**os.environ, **own}, capture_output=True, text=True)
     lines = [line for line in answer.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        raise SystemExit(f"{engine} failed:\n{answer.stderr[-2000:]}")
+        raise PeerError(_last_error(answer.stderr) or f"it ended with status {answer.returncode} and no result")
     return json.loads(lines[-1][7:])
 
 
@@ -229,9 +249,12 @@ def _report(
 
     rows = []
     for workload, by_engine in rates.items():
-        medians = {engine: median(found) for engine, found in by_engine.items()}
+        medians = {engine: median(found) for engine, found in by_engine.items() if found}
         ours = medians.get("exeplan")
         for engine, found in by_engine.items():
+            if not found:
+                rows.append((f"{workload} {engine}", "failed", "-", "-", "-"))
+                continue
             same = _same(tokens.get((workload, "exeplan")), tokens[workload, engine])
             spread = max(found) / min(found) - 1
             ratio = f"{ours / medians[engine]:.2f}" if ours else "-"

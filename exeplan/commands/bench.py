@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from exeplan.core.metrics import RequestRecord
     from exeplan.core.model import ModelSpec
@@ -142,7 +142,19 @@ def _bench_plan(args: argparse.Namespace) -> int:
     even = None
     if counted and counted.num_reference_passes and load.backlog:
         even = summary(counted.at_profile_speed(records, num_engines=plan.num_replicas))
-    _print(args, plan, workload, load, measured=measured, replayed=replayed, split=split, client=client, even=even)
+    gaps = _gaps(measured=records, replay=prediction.requests if prediction else None, plan=plan)
+    _print(
+        args,
+        plan,
+        workload,
+        load,
+        measured=measured,
+        replayed=replayed,
+        gaps=gaps,
+        split=split,
+        client=client,
+        even=even,
+    )
     if split is None and even is None and not args.json:
         print(f"\nno figures at the speed of the profile: {_why_no_split(shared)}")
     return 0
@@ -260,7 +272,9 @@ def _profile(args: argparse.Namespace, plan: "Plan", spec: "ModelSpec") -> "Prof
     from exeplan.planner.load_problem import profile_for
 
     reference = args.profile or plan.profile
-    return None if reference is None else profile_for(spec, load_profile(Path(reference)))
+    return (
+        None if reference is None else profile_for(spec, load_profile(Path(reference))).with_threads(plan.num_threads)
+    )
 
 
 def _prediction(plan: "Plan", profile: "Profile", spec: "ModelSpec", load: "Load") -> "RoutedRun":
@@ -361,8 +375,24 @@ def _bench_url_only(args: argparse.Namespace) -> int:
     load = _load(args, workload, None)
     records, counted = _play_url(args, load, model.name, vocab_size=args.vocab_size)
     measured = summarize(records, p99_output=workload.output_quantile(0.99), backlog=load.backlog)
-    _print(args, None, workload, load, measured=measured, replayed=None, client=_Client.of(records, counted))
+    client = _Client.of(records, counted)
+    _print(args, None, workload, load, measured=measured, replayed=None, gaps=_gaps(measured=records), client=client)
     return 0
+
+
+def _gaps(
+    *,
+    measured: "Sequence[RequestRecord]",
+    replay: "Sequence[RequestRecord] | None" = None,
+    plan: "Plan | None" = None,
+) -> dict[str, float]:
+    """Seconds of the longest time between two tokens of a request: as measured, in the replay, and the most that the
+    plan's passes can take."""
+    from exeplan.core.metrics import Requests
+
+    seen = {"measured": measured, **({"replay": replay} if replay else {})}
+    found = {name: Requests.of(requests).times.longest_gap() for name, requests in seen.items()}
+    return {**found, **({"at_most": plan.longest_stall["seconds"]} if plan and plan.longest_stall else {})}
 
 
 def _print(
@@ -373,6 +403,7 @@ def _print(
     *,
     measured: "Estimate",
     replayed: "Estimate | None",
+    gaps: dict[str, float],
     split: "_Split | None" = None,
     client: _Client | None = None,
     even: "Estimate | None" = None,
@@ -380,6 +411,7 @@ def _print(
     """`even` is what was measured on a server, at the speed of the profile."""
     from exeplan.core.plan import as_json
     from exeplan.planner.reports.tables import evidence_rows, json_line, notes_on, predicted_and_measured
+    from exeplan.units import show_seconds
 
     predicted = plan.estimate if plan and load.backlog and args.concurrency is None else None
     if args.json:
@@ -391,7 +423,7 @@ def _print(
         passes = asdict(split.passes) if split and split.passes else None
         more = {"passes": passes, "speed": split.speed if split else None, "evidence": evidence_rows(**estimates)}
         seen = {"client": asdict(client)} if client else {}
-        print(json_line({**body, **shown, **more, **seen}))
+        print(json_line({**body, **shown, **more, **seen, "longest_gap": gaps}))
         return
     what = str(plan.schedule) if plan else args.url
     copies = f"{plan.num_replicas} replicas of " if plan and plan.num_replicas > 1 else ""
@@ -399,6 +431,8 @@ def _print(
     print(predicted_and_measured(predicted=predicted, replay=replayed, measured=measured))
     if notes := notes_on(replay=replayed, measured=measured):
         print(notes)
+    where = ", ".join(f"{show_seconds(value)} {name.replace('_', ' ')}" for name, value in gaps.items())
+    print(f"\nlongest time between two tokens of a request: {where}")
     if client:
         print(client)
     if even and client and client.server:

@@ -32,6 +32,11 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.profiler.calibration.read_runs import Defaults, read_runs
 
     profile = load_profile(Path(args.profile))
+    if profile.more_threads:
+        counts = ", ".join(map(str, profile.thread_counts))
+        raise InputError(
+            f"{args.profile} has several numbers of threads a process ({counts}); profile with the one that ran"
+        )
     engine = args.engine or profile.source.partition(" with ")[2]
     sizes = profile.tensor_parallel_sizes
     if args.tensor_parallel_size is not None and args.tensor_parallel_size not in sizes:

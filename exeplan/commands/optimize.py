@@ -32,6 +32,7 @@ _OPTIONS = (
     "order",
     "ttft",
     "tpot",
+    "itl",
     "attainment",
     "arrival_rate",
     "arrivals",
@@ -89,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "mean; several after commas",
     )
     parser.add_argument("--tpot", metavar="BOUND", help="the same of the time per later token, such as p95:50ms")
+    parser.add_argument(
+        "--itl",
+        metavar="TIME",
+        help="further bound on every gap between two tokens of a request, such as 200ms: on the longest pass, not on "
+        "the mean",
+    )
     parser.add_argument(
         "--attainment",
         metavar="SHARE",
@@ -161,6 +168,7 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.planner.reports.explain_text import explanation_lines
     from exeplan.planner.reports.report import optimum_report, search_line
     from exeplan.planner.reports.tables import json_line
+    from exeplan.planner.reports.thread_table import thread_table
     from exeplan.planner.sizing import sizes_table
     from exeplan.progress import Shown, note
     from exeplan.units import show_seconds
@@ -179,11 +187,14 @@ def run(args: argparse.Namespace) -> int:
             solution.write_plot(args.plot, told=frontier)
         explanation = solution.explain(told=what_if) if args.explain else None
     if args.json:
-        print(json_line(_as_json(optimum, solution.tried, explanation)))
+        body = _as_json(optimum, solution.tried, explanation)
+        print(json_line({**body, "threads": [one.to_dict() for one in solution.threads]}))
         return 0
     if solution.tried:
         print(f"fewest GPUs of cluster {args.cluster}: {optimum.plan.gpus}\n\n{sizes_table(solution.tried)}\n")
     print(optimum_report(optimum, solution.problem))
+    if solution.threads:
+        print(f"\n{thread_table(solution.threads)}")
     print(f"\n{search_line(optimum)}; {show_seconds(time.perf_counter() - started)} in all")
     if explanation:
         print(f"\n{explanation_lines(explanation)}")

@@ -42,7 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_argument(
         "--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights, which suffice for timing"
     )
-    measuring.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads on a CPU (default 1)")
+    measuring.add_argument(
+        "--threads",
+        default="1",
+        metavar="N",
+        help="compute threads of a process on a CPU (default 1); several, such as 1,2, are profiled one after the "
+        "other, and optimize takes the best",
+    )
     measuring.add_argument(
         "--devices", type=int, default=1, metavar="N", help="shards, links and workers too, for plans on N devices"
     )
@@ -116,11 +122,15 @@ def _measure(args: argparse.Namespace) -> int:
     _check_sizes(args)
     spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")
     note(spec.remarks)
-    from exeplan.profiler.profile_model import profile_model  # Imports torch, which takes seconds.
+    from exeplan.profiler.thread_counts import parse_threads, profile_thread_counts  # Imports torch: seconds.
 
     device = _device(args.device)
-    profile_model(
+    counts = parse_threads(args.threads)
+    if device != "cpu" and len(counts) > 1:
+        raise InputError(f"--threads {args.threads} is for CPUs; on a GPU a process has one")
+    profile_thread_counts(
         spec,
+        counts,
         dtype=args.dtype if args.dtype != "auto" else _usual_dtype(spec, device),
         kv_dtype=args.kv_dtype,
         device=device,
@@ -129,7 +139,6 @@ def _measure(args: argparse.Namespace) -> int:
         target_error=target,
         max_num_seqs=args.max_num_seqs,
         max_context=args.max_context,
-        num_threads=args.threads,
         num_devices=args.devices,
         dummy_weights=args.weights == "dummy",
     )
@@ -154,8 +163,12 @@ def _measure_engine(args: argparse.Namespace) -> int:
         raise InputError(f"--engine {args.engine} is measured on one device, keys and values in the weights' dtype")
     spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")
     note(spec.remarks)
+    from exeplan.profiler.thread_counts import parse_threads
     from exeplan.profiler.through_engine.profile_engine import profile_engine
 
+    threads, *more = parse_threads(args.threads)
+    if more:
+        raise InputError(f"--engine {args.engine} is measured with one number of threads, found {args.threads}")
     device = _device(args.device)
     profile_engine(
         spec,
@@ -167,7 +180,7 @@ def _measure_engine(args: argparse.Namespace) -> int:
         budget_seconds=budget,
         max_num_seqs=args.max_num_seqs,
         max_context=args.max_context,
-        num_threads=args.threads,
+        num_threads=threads,
     )
     print(f"wrote {args.output}")
     return 0
@@ -177,7 +190,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
     """Raises InputError for a number of things that is below one."""
     from exeplan.errors import InputError
 
-    for name in ("threads", "devices", "max_num_seqs", "max_context"):
+    for name in ("devices", "max_num_seqs", "max_context"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")

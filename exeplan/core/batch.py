@@ -5,6 +5,7 @@ Not here: which sequence is admitted, preempted or finished (`exeplan/scheduling
 
 from dataclasses import dataclass
 from heapq import heapreplace
+from itertools import accumulate
 from typing import NamedTuple
 
 BLOCK_SIZE = 16
@@ -174,3 +175,9 @@ def balanced_part(rows: tuple[SequenceState, ...], parts: int) -> tuple[Sequence
     _, _, largest = max(shares, key=lambda share: (share[0], -share[1]))
     chosen = {id(row) for row in largest}
     return tuple(row for row in rows if id(row) in chosen)
+
+
+def within(rows: tuple[SequenceState, ...], limit: int) -> tuple[SequenceState, ...]:
+    """The first rows with at most `limit` tokens together; at least one, where there is one."""
+    reached = accumulate(row.num_tokens for row in rows)
+    return rows[: max(1, sum(1 for tokens in reached if tokens <= limit))]

@@ -7,6 +7,8 @@
                     benchmarks report them
     pNN-ttft        the ttft that NN % of all requests do not exceed, such as p99-ttft
     pNN-tpot        the same of tpot, over the requests with at least two tokens: mostly about the shortest outputs
+    max-itl         the longest time between two tokens of a request that the passes of a plan can take, by the largest
+                    prefill that may run in between; of a run the longest one seen
     pNN-all         NN % of all requests keep several times at once, its targets: joint attainment. The bound's seconds
                     are those of the first target; scaled, it scales all of them
 
@@ -34,6 +36,8 @@ MORE_METRICS = {
     "p99-requests": "latency_p99",
 }
 """The metrics of further bounds: the field of an Estimate that holds each."""
+MAX_ITL = "max-itl"
+"""The metric of the bound on every gap between two tokens."""
 TARGETS = ("ttft", "tpot", "latency")
 """What a bound on all together can hold of each request."""
 _REQUESTS = re.compile(r"p(\d{1,2}(?:\.\d+)?)-(requests|deadline)")
@@ -53,10 +57,10 @@ class Bound:
     def __post_init__(self) -> None:
         if not _is_time(self.seconds):
             raise InputError(f"a latency bound must be a positive number of seconds, found {self.seconds!r}")
-        known = self.metric in ("p99-length", "ttft", "tpot") or percentile(self.metric)
+        known = self.metric in ("p99-length", "ttft", "tpot", MAX_ITL) or percentile(self.metric)
         if not known and share_of_requests(self.metric) is None:
             raise InputError(
-                f"a bound can be on {LATENCY_METRICS}, on ttft, tpot, pNN-ttft, pNN-tpot or pNN-all, not on "
+                f"a bound can be on {LATENCY_METRICS}, on ttft, tpot, {MAX_ITL}, pNN-ttft, pNN-tpot or pNN-all, not on "
                 f"'{self.metric}'"
             )
         _check_targets(self)
@@ -64,7 +68,7 @@ class Bound:
     @property
     def on_latency(self) -> bool:
         """On whole requests, not on their first token, their pace or several of them."""
-        return self.metric not in ("ttft", "tpot") and percentile(self.metric) is None
+        return self.metric not in ("ttft", "tpot", MAX_ITL) and percentile(self.metric) is None
 
     @property
     def scaled_targets(self) -> tuple[tuple[str, float], ...]:
@@ -112,29 +116,31 @@ def parse_bounds(
     *,
     ttft: str | None = None,
     tpot: str | None = None,
+    itl: str | None = None,
     attainment: str | None = None,
     due: Bound | None = None,
 ) -> tuple[Bound, ...]:
     """The bounds of a command line, the first one infinite where only others are given. Raises InputError for none.
 
-    `ttft` and `tpot` are one or several bounds after commas: `p99:500ms` on a percentile, `500ms` on the mean. With
-    `attainment` all times are of each request, and that share has to keep them together. `due` is a bound on deadlines,
-    which replaces the one on latency.
+    `ttft` and `tpot` are one or several bounds after commas: `p99:500ms` on a percentile, `500ms` on the mean. `itl` is
+    on every gap between two tokens. With `attainment` the other times are of each request, and that share has to keep
+    them together. `due` is a bound on deadlines, which replaces the one on latency.
     """
     if due and latency is not None:
         raise InputError(
             "give --deadline or --latency-bound, not both: either says when a whole answer has to be there"
         )
-    if latency is None and ttft is None and tpot is None and due is None:
-        raise InputError("give --latency-bound (inf for none), --deadline, --ttft or --tpot")
+    if latency is None and ttft is None and tpot is None and itl is None and due is None:
+        raise InputError("give --latency-bound (inf for none), --deadline, --ttft, --tpot or --itl")
     if (share_of_requests(metric) is None or is_deadline(metric)) and metric != "p99-length":
         raise InputError(f"--bound-on must be {LATENCY_METRICS} or p50-requests, found '{metric}'")
+    gaps = () if itl is None else (Bound(seconds=seconds(itl, "--itl"), metric=MAX_ITL),)
     if attainment is not None:
-        return _together(attainment, {"latency": latency, "ttft": ttft, "tpot": tpot}, metric, due)
+        return (*_together(attainment, {"latency": latency, "ttft": ttft, "tpot": tpot}, metric, due), *gaps)
     latest = seconds(latency, "--latency-bound") if latency is not None else math.inf
     first = due or Bound(seconds=latest, metric=metric)
     more = [bound for name, text in (("ttft", ttft), ("tpot", tpot)) if text is not None for bound in _each(text, name)]
-    bounds = (first, *(bound for bound in more if math.isfinite(bound.seconds)))
+    bounds = (first, *(bound for bound in (*more, *gaps) if math.isfinite(bound.seconds)))
     check_together(bounds)
     return bounds
 
@@ -209,14 +215,14 @@ def targets_of(bounds: Sequence[Bound]) -> tuple[tuple[str, float], ...]:
     """What each request's own times are held to: (quantity of `RequestTimes`, seconds) of every finite bound."""
     found: list[tuple[str, float]] = []
     for bound in bounds:
-        if math.isinf(bound.seconds):
+        if math.isinf(bound.seconds) or bound.metric == MAX_ITL:  # Of a plan's passes, not of a request.
             continue
         found += bound.scaled_targets or [(_quantity(bound.metric), bound.seconds)]
     return tuple(found)
 
 
 def quantities(bound: Bound) -> tuple[str, ...]:
-    """Of `latency`, `ttft` and `tpot`, those that a bound is on."""
+    """Of `latency`, `ttft` and `tpot`, those that a bound is on; passes err as the tpot does."""
     if bound.targets:
         return tuple(name for name, _ in bound.targets)
     return ("latency",) if bound.on_latency else (_quantity(bound.metric),)
@@ -227,6 +233,8 @@ def _quantity(metric: str) -> str:
         return found[0]
     if metric in ("ttft", "tpot"):
         return metric
+    if metric == MAX_ITL:
+        return "tpot"
     return "length" if metric == "p99-length" else "due" if is_deadline(metric) else "latency"
 
 
@@ -249,8 +257,8 @@ def check_together(bounds: Sequence[Bound]) -> None:
         raise InputError(
             f"the first bound must be on {LATENCY_METRICS}, not on {first.metric}; give {first.metric} in addition"
         )
-    if odd := [b.metric for b in others if b.metric not in MORE_METRICS and percentile(b.metric) is None]:
-        allowed = ", ".join((*MORE_METRICS, "pNN-ttft", "pNN-tpot", "pNN-all"))
+    if odd := [b.metric for b in others if not _may_be_further(b.metric)]:
+        allowed = ", ".join((*MORE_METRICS, MAX_ITL, "pNN-ttft", "pNN-tpot", "pNN-all"))
         raise InputError(f"a further bound can be on {allowed}, not on '{odd[0]}'")
     names = [b.metric for b in bounds]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -261,6 +269,10 @@ def check_together(bounds: Sequence[Bound]) -> None:
                 f"{bound.metric} of {show_seconds(bound.seconds)} contradicts the latency bound of "
                 f"{show_seconds(first.seconds)}, by which a whole request has to be done; give a smaller {bound.metric}"
             )
+
+
+def _may_be_further(metric: str) -> bool:
+    return metric in MORE_METRICS or metric == MAX_ITL or percentile(metric) is not None
 
 
 def limit(bounds: Sequence[Bound]) -> float:

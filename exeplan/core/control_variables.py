@@ -31,6 +31,17 @@ def require(
             raise InputError(f"{policy}: {name} must lie between 1 and 99, found {values[name]}")
 
 
+def check_token_limit(schedule: Schedule) -> None:
+    """Raises InputError where more requests may decode in one pass than `max_num_batched_tokens` lets it compute."""
+    limit, groups = schedule.variables.get("max_num_batched_tokens"), schedule.num_micro_batches
+    if limit is None or (slots := slot_share(schedule["max_num_seqs"], groups, 0)) <= limit:
+        return
+    raise InputError(
+        f"{schedule.policy}: max_num_seqs={schedule['max_num_seqs']} lets {slots} requests decode in one pass, which "
+        f"max_num_batched_tokens={limit} limits to {limit} tokens; the most it can serve is {limit * groups}"
+    )
+
+
 def micro_batch_counts(num_stages: int) -> tuple[int, ...]:
     """Micro-batch counts worth trying: half as many as stages, as many, and twice as many.
 

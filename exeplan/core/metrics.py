@@ -30,7 +30,7 @@ is that of the arrivals but for the first tenth of them, while the engine fills 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
-from exeplan.core.bounds import Bound, is_deadline, percentile, quantities, share_of_requests, targets_of
+from exeplan.core.bounds import MAX_ITL, Bound, is_deadline, percentile, quantities, share_of_requests, targets_of
 from exeplan.core.estimators import (
     LengthLatency,
     ProductLimit,
@@ -222,10 +222,17 @@ def summarize(
         utility=_utility(requests, came, closes - opens),
         attainment=figures["attainment"].value if "attainment" in figures else None,
         goodput=figures["goodput"].value if "goodput" in figures else None,
-        percentiles={bound.metric: figures[bound.metric].value for bound in bounds if percentile(bound.metric)},
+        percentiles=_percentiles(requests, bounds, figures),
         evidence=figures,
         notes=notes + more,
     )
+
+
+def _percentiles(requests: Requests, bounds: Sequence[Bound], figures: Mapping[str, Figure]) -> dict[str, float]:
+    """By metric, of the bounds on percentiles, and the longest gap of all requests where gaps are bounded."""
+    found = {bound.metric: figures[bound.metric].value for bound in bounds if percentile(bound.metric)}
+    gaps = {MAX_ITL: requests.times.longest_gap()} if any(bound.metric == MAX_ITL for bound in bounds) else {}
+    return {**found, **gaps}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from exeplan.core.bounds import Bound, check_together, is_deadline, percentile
+from exeplan.core.bounds import MAX_ITL, Bound, check_together, is_deadline, percentile
 from exeplan.core.contract import check_types, is_number
 from exeplan.core.model import DTYPE_BYTES
 from exeplan.core.schedule import (
@@ -97,6 +97,9 @@ class Plan:
     """The arrival rate may rise by this share before a bound breaks; None for a backlog."""
     promise: Mapping[str, Any] = field(default_factory=dict)
     """The `risk` of breaking a bound, the `margin` kept below each, relative to the estimate, and its `source`."""
+    longest_stall: Mapping[str, Any] = field(default_factory=dict)
+    """The most `seconds` that its passes can take between two tokens of a request, and the `num_prompts` and
+    `num_tokens` that are prefilled meanwhile."""
     search: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -490,7 +493,7 @@ def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:
 def _estimate(name: str, body: Any) -> Estimate:
     optional = {*BOUND_FIGURES, *DEADLINE_FIGURES}
     names = [f.name for f in fields(Estimate) if f.name not in (*optional, *NO_FIGURES)]
-    percentiles = {key for key in body if percentile(key)} if isinstance(body, Mapping) else set()
+    percentiles = {key for key in body if key == MAX_ITL or percentile(key)} if isinstance(body, Mapping) else set()
     if not isinstance(body, Mapping) or set(body) - optional - percentiles != set(names):
         raise InputError(f"{name} must have exactly {', '.join(names)}; left out, `exeplan simulate` fills it in")
     for key, value in body.items():

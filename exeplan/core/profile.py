@@ -38,7 +38,7 @@ Not here: interpolation (`simulator/cost.py`) and measuring (`profiler/`).
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,8 @@ class Profile:
     """How the times change by what measured serving runs said of them; the rows are those before it."""
     source: str = "measured"
     """`measured`, or where the times come from: `datasheet a100-80gb`, `imported vidur`."""
+    more_threads: tuple["Profile", ...] = ()
+    """The same with other numbers of threads a process, on a CPU; `with_threads` takes one of all."""
     versions: Mapping[str, str] = field(default_factory=dict)
     created: str = ""
     complete: bool = True
@@ -220,6 +222,22 @@ class Profile:
         return tuple(sorted({m.sharding for m in rows}))
 
     @property
+    def thread_counts(self) -> tuple[int, ...]:
+        """Numbers of threads a process that were profiled, its own first."""
+        return (self.device.num_threads, *(one.device.num_threads for one in self.more_threads))
+
+    def with_threads(self, num_threads: int) -> "Profile":
+        """The profile of that number of threads alone; itself where it is of one number, whichever that is. Raises
+        InputError for a number that was not profiled."""
+        if not self.more_threads:
+            return self
+        for one in (self, *self.more_threads):
+            if one.device.num_threads == num_threads:
+                return replace(one, model=self.model, reference=self.reference, more_threads=())
+        counts = ", ".join(map(str, self.thread_counts))
+        raise InputError(f"{self.reference or 'the profile'} has {counts} threads a process, the plan {num_threads}")
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides a prediction."""
         rows = [
@@ -248,12 +266,16 @@ _OPTIONAL = (
     "routing",
 )
 _OPTIONAL_POSITIVE = ("layer_weight_bytes", "runtime_bytes", "kept_rows_calibration")
-_OBJECTS = ("model", "device", "measurements", "reference", "reference_passes", "correction")
+_OBJECTS = ("model", "device", "measurements", "reference", "reference_passes", "correction", "more_threads")
 _PROFILE_DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Writes the profile as JSON, one measurement a line."""
+    write_text(path, f"{_text(profile, path)}\n")
+
+
+def _text(profile: Profile, path: Path) -> str:
     head = {
         "exeplan_profile": 1,
         "model": {
@@ -276,13 +298,19 @@ def save_profile(profile: Profile, path: Path) -> None:
     rows = ",\n".join(
         f"    {json.dumps({k: v for k, v in asdict(m).items() if v != _DEFAULTS.get(k)})}" for m in profile.measurements
     )
-    text = json.dumps(head, indent=2, default=str)
-    write_text(path, f'{text[:-2]},\n  "measurements": [\n{rows}\n  ]\n}}\n')
+    text = f'{json.dumps(head, indent=2, default=str)[:-2]},\n  "measurements": [\n{rows}\n  ]'
+    if profile.more_threads:
+        others = ",\n".join(_text(one, path) for one in profile.more_threads)
+        text += f',\n  "more_threads": [\n{others}\n  ]'
+    return f"{text}\n}}"
 
 
 def load_profile(path: Path) -> Profile:
     """Reads and checks a profile. Raises InputError naming the row or field that is wrong."""
-    body = read_json(path)
+    return _profile(read_json(path), path)
+
+
+def _profile(body: Mapping[str, Any], path: Path) -> Profile:
     if body.get("exeplan_profile") != 1:
         raise InputError(f"{path} is not an exeplan profile; make one with `exeplan profile MODEL -o {path}`")
     try:
@@ -294,6 +322,7 @@ def load_profile(path: Path) -> Profile:
             measurements=rows,
             reference_passes=tuple(ReferencePass(**one) for one in body.get("reference_passes", ())),
             correction=correction_from(body["correction"], path) if body.get("correction") else None,
+            more_threads=tuple(_profile(one, path) for one in body.get("more_threads", ())),
             **{f.name: body[f.name] for f in fields(Profile) if f.name not in _OBJECTS and f.name in body},
         )
     except KeyError as error:
@@ -309,6 +338,8 @@ def load_profile(path: Path) -> Profile:
         if not any(m.op == op and phase in ("", m.phase) for m in rows):
             what = f"{op} {phase}".strip()
             raise InputError(f"{path} holds no '{what}' measurement; run `exeplan profile` again")
+    if len(set(profile.thread_counts)) < 1 + len(profile.more_threads):
+        raise InputError(f"{path} holds two profiles of one number of threads; run `exeplan profile` again")
     return profile
 
 

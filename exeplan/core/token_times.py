@@ -113,6 +113,28 @@ class TokenTimes:
             found[some[here]] = track[places[here]]
         return found
 
+    def longest_gap(self) -> float:
+        """Seconds of the longest time between two tokens of one request; 0 where none has two."""
+        used = np.flatnonzero(self.ends > self.begins)
+        found = [self._longest_in(number, used) for number in range(len(self.tracks))]
+        order = used[np.argsort(self.owners[used], kind="stable")]
+        owners, firsts, lasts = self.owners[order], self.firsts(order), self.lasts(order)
+        same = owners[1:] == owners[:-1]
+        found.append(float((firsts[1:] - lasts[:-1])[same].max(initial=0.0)))
+        if self.leads is not None and len(order):
+            first = np.append(True, ~same)
+            leads = self.leads[owners[first]]
+            found.append(float((firsts[first] - leads)[~np.isnan(leads)].max(initial=0.0)))
+        return max(found, default=0.0)
+
+    def _longest_in(self, number: int, stretches: Ints) -> float:
+        """Within the stretches of one track."""
+        track, here = self.tracks[number], stretches[self.numbers[stretches] == number]
+        steps = np.bincount(self.begins[here], minlength=len(track) + 1)
+        steps -= np.bincount(self.ends[here] - 1, minlength=len(track) + 1)
+        inside = np.cumsum(steps)[: max(len(track) - 1, 0)] > 0
+        return float(np.diff(track)[inside].max(initial=0.0))
+
     def in_order(self, position: int) -> float:
         """The time at this position, from 0, among all tokens of all requests."""
         tracks = list(self._until())

@@ -231,7 +231,8 @@ def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     if schedule.policy == "rra":
         yield from ("--prefill-schedule-interval", f"{schedule['decode_steps']}")
     if schedule.policy == "orca":
-        yield from ("--no-enable-chunked-prefill", "--max-num-batched-tokens", f"{longest + schedule['max_num_seqs']}")
+        tokens = max(schedule.variables.get("max_num_batched_tokens", 0), longest + schedule["max_num_seqs"])
+        yield from ("--no-enable-chunked-prefill", "--max-num-batched-tokens", f"{tokens}")
     elif budget := schedule.variables.get("max_num_batched_tokens"):
         yield from ("--max-num-batched-tokens", f"{of_each(budget, group.placement)}")
 

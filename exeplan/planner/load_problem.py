@@ -207,7 +207,7 @@ def plan_request(
         raise InputError("the plan names no profile; give one with --profile")
     measured = measured if isinstance(measured, Profile) else load_profile(Path(measured))
     spec = _checked(plan, _planned_model(plan, measured))
-    measured = profile_for(spec, measured)
+    measured = profile_for(spec, measured).with_threads(plan.num_threads)
     gpus = plan_cluster(plan, measured, cluster)
     requests = plan_lengths(plan, workload)
     # Another schedule keeps the order, unless only the plan's own policy has it.

@@ -31,6 +31,7 @@ from exeplan.planner.reports.report import (
     promises,
 )
 from exeplan.planner.reports.tables import html, html_table, side_by_side_rows
+from exeplan.planner.reports.thread_table import ThreadsTried
 from exeplan.planner.sizing import Tried, fewest_gpus, with_more_gpus
 from exeplan.progress import SILENT, Told
 from exeplan.search.search import Result
@@ -51,6 +52,8 @@ class Solution:
     """Numbers of GPUs that were tried, where the fewest were asked for."""
     known: Known = field(default_factory=dict)
     """Searches that need not be done again."""
+    threads: tuple[ThreadsTried, ...] = ()
+    """Numbers of threads a process that were tried, where several were profiled."""
 
     @property
     def plan(self) -> Plan:

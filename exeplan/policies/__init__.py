@@ -28,7 +28,7 @@ from typing import cast
 
 from exeplan.core.schedule import POLICY_FILE, Schedule
 from exeplan.errors import InputError
-from exeplan.policies.interface import PassLimits, Policy, missing_members, named
+from exeplan.policies.interface import PassLimits, Policy, PrefillBetween, missing_members, named
 
 ENTRY_POINTS = "exeplan.policies"
 """The entry point group of policies from other packages: a name, and the module that is the policy."""
@@ -73,6 +73,15 @@ def policy_reference(text: str) -> str:
 def pass_limits(schedule: Schedule) -> PassLimits:
     """The largest pass that the schedule allows, as its policy says."""
     return load_policy(schedule.policy).pass_limits(schedule)
+
+
+def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
+    """The most that is prefilled between two tokens of a request, as its policy says, or else all that a pass may."""
+    policy = load_policy(schedule.policy)
+    if hasattr(policy, "prefill_between_tokens"):
+        return policy.prefill_between_tokens(schedule)
+    limits, groups = policy.pass_limits(schedule), schedule.num_micro_batches
+    return PrefillBetween(prompts=groups * (limits.prompts or 1), tokens=limits.tokens, passes=groups)
 
 
 def check_schedule(schedule: Schedule) -> None:

@@ -17,7 +17,7 @@ from exeplan.core.control_variables import require
 from exeplan.core.schedule import Schedule
 from exeplan.policies import _adjustment
 from exeplan.policies._spread import even_out, free_places
-from exeplan.policies.interface import Knob, PassLimits, Queue, Stateless
+from exeplan.policies.interface import Knob, PassLimits, PrefillBetween, Queue, Stateless
 from exeplan.workload.workload import Workload
 
 
@@ -50,6 +50,11 @@ def enlarged(schedule: Schedule, workload: Workload, factor: float) -> tuple[Sch
 
 def pass_limits(schedule: Schedule) -> PassLimits:
     return PassLimits(decode_rows=schedule["decode_batch"], prompts=schedule["prefill_batch"])
+
+
+def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
+    """Nothing: other stages prefill."""
+    return PrefillBetween(prompts=0)
 
 
 def starts_together(schedule: Schedule) -> int:

@@ -22,14 +22,13 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, Chunk
-from exeplan.core.control_variables import micro_batchings, require, slot_share
+from exeplan.core.control_variables import check_token_limit, micro_batchings, require
 from exeplan.core.schedule import Schedule
-from exeplan.errors import InputError
 from exeplan.policies._chunk_passes import SPREAD, ChunkPasses, chunk_passes, most_resident
 from exeplan.policies._groups import resident_tokens, round_seconds
 from exeplan.policies._spread import even_out, free_places, groups_for, num_joining
-from exeplan.policies._whole_passes import whole_passes
-from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
+from exeplan.policies._whole_steady import whole_steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Stateless, Steady
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -46,13 +45,7 @@ _LENGTHS = 16
 def check(schedule: Schedule) -> None:
     optional = ("micro_batches", "max_num_prefills")
     require(schedule, "max_num_seqs", "max_num_batched_tokens", optional=optional)
-    groups, budget = schedule.num_micro_batches, schedule["max_num_batched_tokens"]
-    slots = slot_share(schedule["max_num_seqs"], groups, 0)
-    if slots > budget:
-        raise InputError(
-            f"chunked: max_num_seqs={schedule['max_num_seqs']} lets {slots} requests decode in one pass, which "
-            f"max_num_batched_tokens={budget} limits to {budget} tokens; the most it can serve is {budget * groups}"
-        )
+    check_token_limit(schedule)
 
 
 def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
@@ -83,6 +76,16 @@ def pass_limits(schedule: Schedule) -> PassLimits:
     )
 
 
+def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
+    """Full passes of all micro-batches."""
+    return PrefillBetween(
+        prompts=schedule["max_num_seqs"] - 1,
+        tokens=schedule["max_num_batched_tokens"],
+        cuts=True,
+        passes=schedule.num_micro_batches,
+    )
+
+
 def starts_together(schedule: Schedule) -> int:
     return 1
 
@@ -101,7 +104,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     if cap := schedule.variables.get("max_num_prefills"):
         budget = min(budget, slots + cap * workload.mean_input)
     if not clock.first_token_from_prefill:  # An encoder attends to all of a prompt at once.
-        return _whole_steady(steps, groups, slots, budget, workload, clock)
+        return whole_steady(steps, groups, slots, budget, workload, clock)
     own = chunk_passes(workload.input_law, steps, slots, budget)
     seen = chunk_passes(workload.input_law, steps, slots - 1, budget - 1)
     prefill = _own_prefill(seen, budget, workload.input_law)
@@ -125,44 +128,6 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         latency=lambda output_tokens: first + (np.asarray(output_tokens, dtype=float) - shift) * later,
         admission_interval=round_ / groups,
         first=partial(_first_token, seen, budget, prefill, (full, fresh, each)),
-    )
-
-
-def _whole_steady(steps: float, groups: int, slots: float, budget: float, workload: Workload, clock: Clock) -> Steady:
-    """Where prompts are not cut: the passes of a group, and those that a resident request observes.
-
-    Its own prefill is one pass, met by chance in proportion to the prompts of a pass.
-    """
-    own = whole_passes(workload.input_law, steps, slots, budget)
-    seen = whole_passes(workload.input_law, steps, slots - 1, budget - 1) if slots > 1 else own
-    alone = slots <= 1
-    comb = workload.decode_law(first_token_from_prefill=False).comb(1)
-    rows = np.concatenate([own.rows, [1.0] if alone else seen.rows + 1])
-    held, square = resident_tokens(workload)
-    serving = own.completed * steps
-    cycle = Cycle(
-        num_prefill=np.concatenate([own.num_prompts, [0.0] if alone else seen.num_prompts]),
-        num_decode=rows,
-        context_tokens=rows * comb.context[0] / comb.active[0],
-        prompt_law=workload.input_law,
-        prompt_tokens=np.concatenate([own.prompt_tokens, [0.0] if alone else seen.prompt_tokens]),
-        kv_tokens=groups * serving * held,
-        kv_tokens_std=float(np.sqrt(groups * (serving * max(square - held**2, 0.0) + (held * own.waiting_std) ** 2))),
-        num_seqs=groups * serving,
-    )
-    seconds = clock.seconds(cycle)
-    kinds, through = len(own.rows), seconds.sum(axis=0)
-    round_ = round_seconds(seconds[:, :kinds, None], own.probability, groups)
-    mean = float(own.probability @ through[:kinds])
-    observed = float(through[-1] if alone else seen.probability @ through[kinds:])
-    first = float((own.probability * own.num_prompts) @ through[:kinds]) / own.completed
-    later = max(round_ + observed - mean, observed)
-    return Steady(
-        cycle=cycle,
-        seconds=seconds,
-        throughput=own.completed * groups / round_,
-        latency=lambda output_tokens: first + np.asarray(output_tokens, dtype=float) * later,
-        admission_interval=round_ / groups,
     )
 
 

@@ -45,7 +45,7 @@ from exeplan.core.queue_order import (
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies._together import generated, latency
-from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -122,6 +122,11 @@ def pass_limits(schedule: Schedule) -> PassLimits:
     """Rows limit tokens, not requests, and a request longer than a row runs alone."""
     most = schedule.variables.get("max_num_seqs")
     return PassLimits(decode_rows=most, prompts=most)
+
+
+def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
+    """Nothing: a batch runs to its end."""
+    return PrefillBetween(prompts=0)
 
 
 def starts_together(schedule: Schedule) -> int:

@@ -229,6 +229,22 @@ class PassLimits:
     """Tokens of one pass, where the scheduling itself keeps to them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillBetween:
+    """The most that is prefilled between two tokens of a request that decodes: what it waits for."""
+
+    prompts: int
+    """Of all micro-batches together; 0 where none is prefilled meanwhile on the stages that decode."""
+    tokens: int | None = None
+    """Of one pass, decode rows included; None where the schedule sets no limit."""
+    cuts: bool = False
+    """Prompts are cut at that limit; otherwise a longer one runs in a pass of its own."""
+    passes: int = 1
+    """Among which the prompts are divided."""
+    apart: bool = False
+    """They run before the request's own pass, not in it."""
+
+
 class Policy(Protocol):
     """What a policy module defines."""
 
@@ -280,6 +296,16 @@ class Policy(Protocol):
     def next_batch(self, schedule: Schedule, queue: Queue, state: State, phase: str) -> Batch | None:
         """What to run now on the first of the stages that do `phase` ('' where all stages do everything)."""
 
+    def prefill_between_tokens(self, schedule: Schedule) -> PrefillBetween:
+        """What a request that decodes may wait for between two tokens. A policy may leave this out, which says all that
+        a pass may prefill, in its own pass.
+        """
+
+    def token_limits(self) -> Sequence[int]:
+        """Values of `max_num_batched_tokens`, of a policy that can do without it: the search tries them where the time
+        between two tokens is bounded. A policy without that variable, or always with it, leaves this out.
+        """
+
     def groups_used(self, schedule: Schedule, num_requests: int, num_stages: int) -> int:
         """Micro-batches among which so many requests are spread, while there are fewer than the schedule has room for.
         A policy may leave this out, which says all.
@@ -299,7 +325,7 @@ class Policy(Protocol):
 
 def missing_members(module: ModuleType) -> tuple[str, ...]:
     """What a module lacks to be a policy. `SPLIT_BY` matters with separate stages only, some functions never."""
-    optional = {"ENGINE", "enlarged", "groups_used", "repeats"} | (
+    optional = {"ENGINE", "enlarged", "groups_used", "prefill_between_tokens", "repeats", "token_limits"} | (
         set() if getattr(module, "SEPARATE_STAGES", False) else {"SPLIT_BY"}
     )
     return tuple(name for name in _members() if name not in optional and not hasattr(module, name))

@@ -5,6 +5,10 @@ Source: ORCA (OSDI 2022) section 4.2, Algorithm 1: first come first served, at m
 preempted and no deadlock is possible. The prefill of a new request rides in the same pass as the decodes of the others
 (selective batching).
 
+With `max_num_batched_tokens` (optional) a pass takes waiting prompts, whole ones, only while they and its decodes have
+no more tokens than that, one at least: what arrives at once then does not stall all streams behind a single prefill.
+Its steady state is that of `_whole_passes.py`, of which what follows is the limit of ever more tokens.
+
 In the steady state under a backlog a batch is always full: each of its b slots starts a new request with probability
 1/mu an iteration (renewal), so an iteration carries k ~ Binomial(b, 1/mu) prefills and b - k decodes, and takes a time
 on each stage by the number and the lengths of its prompts. With m batches in flight the one that takes longest holds up
@@ -17,12 +21,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch
-from exeplan.core.control_variables import micro_batchings, require
+from exeplan.core.batch import Batch, within
+from exeplan.core.control_variables import check_token_limit, micro_batchings, require
 from exeplan.core.schedule import Schedule
 from exeplan.policies._groups import resident_tokens, round_seconds
 from exeplan.policies._spread import even_out, free_places, groups_for, num_joining
-from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
+from exeplan.policies._whole_steady import whole_steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Stateless, Steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
@@ -33,11 +38,15 @@ FOR_DEADLINES = False
 _POINTS = 9
 """Points of the prompt-length law at which the time of a pass is spread."""
 
+_LIMIT = "max_num_batched_tokens"
+_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)
+
 enumerated = micro_batchings
 
 
 def check(schedule: Schedule) -> None:
-    require(schedule, "max_num_seqs")
+    require(schedule, "max_num_seqs", optional=("micro_batches", _LIMIT))
+    check_token_limit(schedule)
 
 
 def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
@@ -46,11 +55,29 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
 
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
-    return Schedule("orca", variables)
+    """No more slots than a pass has tokens, where those are limited."""
+    limit = variables.get(_LIMIT)
+    if limit is None:
+        return Schedule("orca", variables)
+    most = limit * variables.get("micro_batches", 1)
+    return Schedule("orca", {**variables, "max_num_seqs": min(variables["max_num_seqs"], most)})
+
+
+def token_limits() -> tuple[int, ...]:
+    return _TOKENS
 
 
 def pass_limits(schedule: Schedule) -> PassLimits:
     return PassLimits(decode_rows=schedule["max_num_seqs"], prompts=schedule["max_num_seqs"])
+
+
+def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
+    """All slots but one become free, and are taken at once."""
+    return PrefillBetween(
+        prompts=schedule["max_num_seqs"] - 1,
+        tokens=schedule.variables.get(_LIMIT),
+        passes=schedule.num_micro_batches,
+    )
 
 
 def starts_together(schedule: Schedule) -> int:
@@ -66,6 +93,8 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     steps = workload.mean_output + (0.0 if clock.first_token_from_prefill else 1.0)  # Iterations of a request.
     groups = min(schedule.num_micro_batches, schedule["max_num_seqs"])
     slots = schedule["max_num_seqs"] / groups
+    if limit := schedule.variables.get(_LIMIT):
+        return whole_steady(steps, groups, slots, float(limit), workload, clock)
     prefills, probability = _binomial(slots, 1.0 / steps)
     others, seen = _binomial(slots - 1, 1.0 / steps)
     num_prefill = np.concatenate([prefills, others + 1, others])
@@ -127,6 +156,8 @@ def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -
         running = queue.groups[number]
         free = free_places(queue, number, slots=slots, joining=joining)
         admitted = queue.admissible(free, reserve=True)
+        if limit := schedule.variables.get(_LIMIT):
+            admitted = within(admitted, limit - len(running))
         if admitted or running:
             return Batch(prefill=admitted, decode=tuple(running), group=number)
     return None

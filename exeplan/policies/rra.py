@@ -27,12 +27,12 @@ from typing import NamedTuple
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, SequenceState, balanced_part
+from exeplan.core.batch import Batch, SequenceState, balanced_part, within
 from exeplan.core.control_variables import micro_batchings, require
 from exeplan.core.schedule import Schedule
 from exeplan.policies import _adjustment, _rounds
 from exeplan.policies._rounds import Rounds
-from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Steady
 from exeplan.workload.length_law import Comb, DecodeLaw, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -81,6 +81,15 @@ def pass_limits(schedule: Schedule) -> PassLimits:
         decode_rows=schedule.variables.get("decode_batch"),
         prompts=schedule["prefill_batch"],
         tokens=schedule.variables.get("max_num_batched_tokens"),
+    )
+
+
+def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
+    """All prefills of a cycle, before a decode iteration."""
+    return PrefillBetween(
+        prompts=schedule["prefill_batch"],
+        passes=min(schedule.num_micro_batches, schedule["prefill_batch"]),
+        apart=True,
     )
 
 
@@ -269,7 +278,7 @@ def next_batch(schedule: Schedule, queue: Queue, state: Rounds, phase: str) -> B
         parts = max(schedule.num_micro_batches - state.consecutive_prefills, 1 if limit else 0)
         if parts > 0 and (admitted := _admitted(schedule, queue, state)):
             part = balanced_part(admitted, min(parts, len(admitted)))
-            return Batch(prefill=_within(part, limit) if limit else part, dealt_later=True)
+            return Batch(prefill=within(part, limit) if limit else part, dealt_later=True)
     if state.consecutive_prefills:
         if queue.busy:
             return None
@@ -304,9 +313,3 @@ def _admitted(schedule: Schedule, queue: Queue, state: Rounds) -> tuple[Sequence
             state.phase_size = _adjustment.adjusted_size(schedule, queue, others=len(queue.running))
         size = state.phase_size
     return queue.admissible(size - state.num_admitted)
-
-
-def _within(rows: tuple[SequenceState, ...], limit: int) -> tuple[SequenceState, ...]:
-    """The first rows with at most `limit` tokens together; at least one."""
-    tokens = np.cumsum([row.num_tokens for row in rows])
-    return rows[: max(1, int(np.searchsorted(tokens, limit, side="right")))]

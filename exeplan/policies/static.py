@@ -17,7 +17,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.policies import _rounds
 from exeplan.policies._rounds import Rounds
 from exeplan.policies._together import generated, latency
-from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = True
@@ -53,6 +53,13 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
 
 def pass_limits(schedule: Schedule) -> PassLimits:
     return PassLimits(decode_rows=schedule["batch_size"], prompts=schedule["batch_size"])
+
+
+def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
+    """Between its first token and its second, a request of the first micro-batch waits for the prefills of others."""
+    parts = min(_prefill_micro_batches(schedule), schedule["batch_size"])
+    each = -(-schedule["batch_size"] // parts)
+    return PrefillBetween(prompts=(parts - 1) * each, passes=max(parts - 1, 1), apart=True)
 
 
 def starts_together(schedule: Schedule) -> int:

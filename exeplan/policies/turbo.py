@@ -23,7 +23,7 @@ from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.control_variables import require
 from exeplan.core.schedule import Schedule
 from exeplan.policies._together import generated, latency
-from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -74,6 +74,11 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
 
 def pass_limits(schedule: Schedule) -> PassLimits:
     return PassLimits(decode_rows=schedule["batch_size"], prompts=schedule["batch_size"])
+
+
+def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
+    """Nothing: a batch runs to its end."""
+    return PrefillBetween(prompts=0)
 
 
 def starts_together(schedule: Schedule) -> int:

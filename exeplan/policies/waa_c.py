@@ -21,6 +21,7 @@ check = _waa.check
 knobs = _waa.knobs
 enumerated = micro_batchings
 pass_limits = _waa.pass_limits
+prefill_between_tokens = _waa.prefill_between_tokens
 starts_together = _waa.starts_together
 steady_state = _waa_steady.steady_state
 start = _waa.start

@@ -50,6 +50,10 @@ class LengthLaw:
         return float(np.sqrt(np.square(self.tokens - self.mean) @ self.weights))
 
     @property
+    def min(self) -> int:
+        return int(self.tokens[0])
+
+    @property
     def max(self) -> int:
         return int(self.tokens[-1])
 

@@ -185,7 +185,8 @@ def _reference_passes(plan: Plan, spec: ModelSpec) -> tuple[ReferencePass, ...]:
         raise InputError(f"--watch-speed: {reason}")
     if plan.profile is None:
         raise InputError("--watch-speed compares the machine with the plan's profile, and the plan names none")
-    passes = profile_for(spec, load_profile(Path(plan.profile))).reference_passes
+    profile = profile_for(spec, load_profile(Path(plan.profile))).with_threads(plan.num_threads)
+    passes = profile.reference_passes
     if not passes:
         raise InputError(f"--watch-speed: {plan.profile} has no reference passes; make it with `exeplan profile`")
     return passes

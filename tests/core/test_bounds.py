@@ -284,7 +284,7 @@ def test_any_percentile_of_requests_can_be_bounded(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give --latency-bound (inf for none), --deadline, --ttft or --tpot"),
+        ([], "give --latency-bound (inf for none), --deadline, --ttft, --tpot or --itl"),
         (["--ttft", "p100:1s"], "--ttft takes a percentile above p0 and below p100, such as p99:500ms, or a time for"),
         (["--ttft", "p0:1s"], "--ttft takes a percentile above p0 and below p100"),
         (["--tpot", "99:1s"], "--tpot takes a percentile above p0 and below p100"),
@@ -307,6 +307,8 @@ def test_any_percentile_of_requests_can_be_bounded(
         (["--ttft", "5 parsec"], "--ttft must be a duration such as 2s, 500ms or 1m, found '5 parsec'"),
         (["--tpot", "nan"], "--tpot must be above zero, found 'nan'"),
         (["--tpot", "-50ms"], "--tpot must be above zero, found '-50ms'"),
+        (["--itl", "0ms"], "--itl must be above zero, found '0ms'"),
+        (["--itl", "1us"], "max-itl bound 1 us, but the lowest-latency schedule,"),
         (["--latency-bound", "1s", "--ttft", "2s"], "ttft of 2 s contradicts the latency bound of 1 s"),
         (["--latency-bound", "1s", "--tpot", "1s"], "tpot of 1 s contradicts the latency bound of 1 s"),
         (["--latency-bound", "1s", "--bound-on", "p0-requests"], "--bound-on must be p99-length or pNN-requests"),

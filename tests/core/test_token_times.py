@@ -1,5 +1,7 @@
 """Token times kept as passes and stretches of them are those of the requests, one by one and all together."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -28,6 +30,8 @@ def check(times: TokenTimes, lists: list[list[float]]) -> None:
         expected = [own[n - 1] if len(own) >= n else np.nan for own in lists]
         np.testing.assert_array_equal(times.nth(n), expected)
     assert [times.in_order(i) for i in range(len(everything))] == everything
+    gaps = [later - before for own in lists for before, later in pairwise(own)]
+    assert times.longest_gap() == max(gaps, default=0.0)
     for opens, closes in ((0.0, 9.0), (0.5, 2.5), (2.5, 2.5), (3.0, 1.0), (2.2, 100.0)):
         assert times.num_within(opens, closes) == sum(opens < time <= closes for time in everything)
 

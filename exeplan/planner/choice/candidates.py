@@ -146,6 +146,7 @@ def candidate(
             roomy = placed.with_spare_places(schedule)
             # Room for bursts makes larger batches, too: not where that breaks a bound.
             schedule = roomy if placed.keeps(roomy) else schedule
+        schedule = placed.with_shorter_stalls(schedule)
         estimate = placed.estimate(schedule, attainment=False)
     except Infeasible as refusal:  # The rate is its whole capacity: a queue would grow without end.
         return Candidate(

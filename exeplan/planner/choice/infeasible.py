@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from exeplan.core.bounds import Bound, is_deadline, percentile, quantities
+from exeplan.core.bounds import MAX_ITL, Bound, is_deadline, percentile, quantities
 from exeplan.core.schedule import Placement, Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.problems.problem import Problem
@@ -129,6 +129,8 @@ def meaning(bound: Bound, length: int) -> str:
         return f"{bound.metric.removeprefix('p').removesuffix('-deadline')} % of requests by their deadline"
     if bound.on_latency:
         return f"{bound.metric.removeprefix('p').removesuffix('-requests')} % of requests"
+    if bound.metric == MAX_ITL:
+        return "the longest gap between two tokens"
     if (found := percentile(bound.metric)) is None:
         return "the first token" if bound.metric == "ttft" else "each further token"
     share = bound.metric[1:].partition("-")[0]

@@ -8,7 +8,7 @@ Not here: the loop that decides what is replayed next (`optimize.py`), and the s
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from exeplan.core.bounds import Bound, binding, scaled, utilizations
@@ -503,8 +503,10 @@ class Pipelines:
             plan = with_headroom(plan, [one for one, _ in alone])
         found = tuple(self._candidate(policy) for policy in self.policies)
         seeds = self._seeds(keys, counts)
+        stalls = [one.longest_stall(group.schedule) for one, group in alone]
         plan = replace(
             plan,
+            longest_stall=asdict(max(stalls, key=lambda stall: stall.seconds)),
             estimate=together(estimates, counts),
             # What the order counts, too: pipelines of unequal replicas may have unequal numbers of seeds.
             replay=proof.replayed

@@ -110,7 +110,11 @@ def _enumerated(policy: Policy, placed: Problem) -> Sequence[Mapping[str, int]]:
     stages = len(placed.cost.decode_stages)
     if placed.whole_servers and policy.SEPARATE_STAGES:
         return ({"micro_batches": stages} if stages > 1 else {},)
-    return policy.enumerated(stages)
+    found = policy.enumerated(stages)
+    if placed.bounds_gaps and hasattr(policy, "token_limits"):
+        limits = policy.token_limits()
+        return (*found, *({**values, "max_num_batched_tokens": tokens} for values in found for tokens in limits))
+    return found
 
 
 def _placements(problem: Problem, policy: Policy) -> dict[Placement, Layout | None]:
@@ -336,6 +340,7 @@ def _gap_between(found: Sequence[Variant], grids: Sequence[Grid], number: int) -
             variant.enumerated[name]: other
             for variant, other in zip(found, grids, strict=True)
             if variant.problem.cost.placement == best.problem.cost.placement
+            and name in variant.enumerated
             and {**variant.enumerated, name: value} == best.enumerated
         }
         at = sorted(alike).index(value)

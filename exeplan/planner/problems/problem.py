@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
-from exeplan.core.bounds import Bound, check_together, limit, percentile, targets_of, utilizations, worst
+from exeplan.core.bounds import (
+    MAX_ITL,
+    Bound,
+    check_together,
+    limit,
+    percentile,
+    quantities,
+    targets_of,
+    utilizations,
+    worst,
+)
 from exeplan.core.cluster import Cluster
 from exeplan.core.profile import Profile
 from exeplan.core.queue_order import ORDERS
@@ -20,6 +30,7 @@ from exeplan.simulator.closed_form import SteadyState, estimate, steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import memory_bytes, workspace_bytes
 from exeplan.simulator.request_times import times_under_backlog, with_bounds
+from exeplan.simulator.stalls import Stall, longest_stall
 from exeplan.units import show_bytes
 from exeplan.workload.arrivals import Arrivals, Wait, with_spare_places
 from exeplan.workload.workload import Workload
@@ -27,6 +38,8 @@ from exeplan.workload.workload import Workload
 MEMORY_UTILIZATION = 0.9
 """Share of the device's memory that weights, KV cache and workspace may take."""
 _HEADROOM_LIMIT, _HEADROOM_STEPS = 4.0, 1024
+_LIMIT_COSTS = 0.005
+"""Share of the throughput that a limit on the tokens of a pass may cost, where it is not what is asked for."""
 _BATCH_SIZES = 12
 """Batch sizes at which the closed form evaluates a schedule with partly filled batches."""
 
@@ -124,6 +137,18 @@ class Problem:
         return limit(self.bounds)
 
     @property
+    def bounds_gaps(self) -> bool:
+        """Whether every gap between two tokens is bounded."""
+        return any(bound.metric == MAX_ITL for bound in self.bounds)
+
+    @property
+    def tpot_bound(self) -> float | None:
+        """Seconds of the tightest bound on the pace of requests; None without one."""
+        paces = [bound.seconds for bound in self.more_bounds if _is_on_pace(bound)]
+        paces += [seconds for bound in self.bounds for name, seconds in bound.scaled_targets if name == "tpot"]
+        return min(paces, default=None)
+
+    @property
     def required(self) -> float:
         """Requests/s that a schedule has to sustain."""
         return max(self.min_throughput, self.arrivals.rate if self.arrivals else 0.0)
@@ -176,6 +201,16 @@ class Problem:
         With an arrival rate it is that of the batch size that reaches the rate. Raises Infeasible when none does.
         """
         full = steady_state(schedule, self.workload, self.cost)
+        found = self._estimate(schedule, full, attainment=attainment)
+        if not self.bounds_gaps:
+            return found
+        return replace(found, percentiles={**found.percentiles, MAX_ITL: longest_stall(full, self.cost).seconds})
+
+    def longest_stall(self, schedule: Schedule) -> Stall:
+        """The most time that its passes can take between two tokens of a request."""
+        return longest_stall(steady_state(schedule, self.workload, self.cost), self.cost)
+
+    def _estimate(self, schedule: Schedule, full: SteadyState, *, attainment: bool) -> Estimate:
         if self.arrivals is None:
             found = estimate(full, self.cost, self.bound.metric, memory=self.memory)
             if not targets_of(self.bounds) or not (attainment or any(percentile(b.metric) for b in self.bounds)):
@@ -207,6 +242,8 @@ class Problem:
             if not needed
             else times.value(b)
             if times and percentile(b.metric)
+            else longest_stall(steady, self.cost).seconds
+            if b.metric == MAX_ITL
             else steady.bound_latency(b.metric, wait)
             for b, needed in zip(self.bounds, asked, strict=True)
         ]
@@ -237,6 +274,37 @@ class Problem:
             low, high = (middle, high) if fits else (low, middle - 1)
         return _with_batch(schedule, name, low, self.workload)
 
+    def with_shorter_stalls(self, schedule: Schedule) -> Schedule:
+        """The schedule with a limit on the tokens of a pass, where single gaps are not bounded and one may exceed the
+        bound on the tpot.
+
+        It is the largest of the policy's limits with which no pass takes longer than the bound, or a larger one, with
+        which the bounds hold and the throughput stays as it is: a burst then stalls streams no longer than the traffic
+        itself does. Without such a limit it is the schedule as it was.
+        """
+        pace, policy = self.tpot_bound, load_policy(schedule.policy)
+        if (
+            pace is None
+            or self.bounds_gaps
+            or not hasattr(policy, "token_limits")
+            or "max_num_batched_tokens" in schedule.variables
+        ):
+            return schedule
+        if self.longest_stall(schedule).seconds <= pace:
+            return schedule
+        limited = [
+            replace(schedule, variables={**schedule.variables, "max_num_batched_tokens": tokens})
+            for tokens in policy.token_limits()
+            if tokens >= schedule["max_num_seqs"] + self.workload.mean_input
+        ]
+        longer = [one for one in limited if self.longest_stall(one).seconds > pace]
+        within, least = limited[: len(limited) - len(longer)], self.evaluate(schedule).throughput * (1 - _LIMIT_COSTS)
+        for one in (*within[-1:], *longer):
+            outcome = self.evaluate(one)
+            if outcome.throughput >= least and outcome.memory <= 1 and self.keeps(one):
+                return one
+        return schedule
+
     def _batch(self, schedule: Schedule, name: str) -> int:
         """The size of full batches, also for a plan by hand that leaves it out."""
         return schedule.variables.get(name) or round(steady_state(schedule, self.workload, self.cost).cycle.num_seqs)
@@ -258,6 +326,10 @@ class Problem:
             return schedule
         groups = groups_used(schedule, num_requests, len(self.cost.decode_stages))
         return replace(schedule, variables={**schedule.variables, "micro_batches": groups})
+
+
+def _is_on_pace(bound: Bound) -> bool:
+    return quantities(bound) == ("tpot",) and not bound.targets and bound.metric != MAX_ITL
 
 
 def _batch_name(schedule: Schedule, workload: Workload) -> str:

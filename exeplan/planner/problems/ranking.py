@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from exeplan.core.bounds import MAX_ITL
 from exeplan.core.schedule import Estimate
 
 CONFIDENCE = 0.95
@@ -108,7 +109,7 @@ def certainly_broken(by_bound: Sequence[Sequence[float]]) -> bool:
 
 
 def mean_estimate(replays: Sequence[Estimate]) -> Estimate:
-    """The mean of replays with several seeds, in every figure; a figure that one of them lacks is None.
+    """The mean of replays with several seeds, in every figure but the longest gap; one that a replay lacks is None.
 
     Of several, intervals within one of them say nothing, and are left out.
     """
@@ -121,5 +122,6 @@ def mean_estimate(replays: Sequence[Estimate]) -> Estimate:
 
     names = [f.name for f in fields(Estimate) if f.name not in ("percentiles", "evidence", "notes")]
     figures: dict[str, Any] = {name: mean([getattr(one, name) for one in replays]) for name in names}
-    percentiles = {name: mean([one.percentiles[name] for one in replays]) for name in replays[0].percentiles}
+    values = {name: [one.percentiles[name] for one in replays] for name in replays[0].percentiles}
+    percentiles = {name: max(each) if name == MAX_ITL else mean(each) for name, each in values.items()}
     return replace(replays[0], **figures, percentiles=percentiles, evidence={})

@@ -22,6 +22,8 @@ from exeplan.policies import load_policy
 from exeplan.simulator.memory import weight_bytes
 from exeplan.units import show_bytes, show_seconds
 
+_NOTICED = 1.0
+"""Seconds between two tokens from which a reader takes a stream for stuck."""
 IN_REPLAY = "in the replay"
 """By which figure a bound is used, of a plan without margins."""
 POLICY_COLUMNS = ("policy", "best schedule", "req/s", "replayed", "latency", "points")
@@ -49,6 +51,7 @@ def promises(optimum: Optimum, problem: Problem) -> list[str]:
         *promise_report(problem, optimum.plan),
         *proof_line(optimum, problem),
         *full_line(optimum.full),
+        *stall_lines(optimum, problem),
         *remarks(optimum, problem),
     ]
 
@@ -94,6 +97,31 @@ def headline(optimum: Optimum, problem: Problem) -> list[str]:
         *_placement_lines(optimum, problem),
         *_routing_lines(optimum.plan, profile),
     ]
+
+
+def stall_lines(optimum: Optimum, problem: Problem) -> list[str]:
+    """The longest stall of a stream, and a sentence where nothing bounds one that readers notice."""
+    stall, plan = optimum.plan.longest_stall, optimum.plan
+    if not stall or plan.estimate is None:
+        return []
+    prompts, tokens = stall["num_prompts"], stall["num_tokens"]
+    several = "s" if prompts != 1 else ""
+    by = f"a prefill of {prompts} prompt{several}, {tokens} tokens" if prompts else "a decode pass of all streams"
+    seen = show_seconds(optimum.run.requests.times.longest_gap())
+    seconds = show_seconds(stall["seconds"])
+    lines = [f"longest stall of a stream: at most {seconds} ({by}); {seen} in the replay"]
+    if problem.bounds_gaps:
+        return lines
+    pace = problem.tpot_bound
+    if pace is not None and stall["seconds"] > pace:
+        return [*lines, f"the tpot of {show_seconds(pace)} is that of whole requests; --itl bounds every single gap"]
+    if pace is None and stall["seconds"] > _NOTICED:
+        return [
+            *lines,
+            f"nothing bounds how long streams stall: when many requests arrive at once, all wait up to {seconds} for "
+            "their next tokens; give --itl or --tpot",
+        ]
+    return lines
 
 
 def full_line(full: FullBatches | None) -> list[str]:

@@ -1,0 +1,141 @@
+"""The longest stall of a stream: the most time that the passes of a schedule can take between two tokens of a request.
+
+    mixed     passes of the other micro-batches, then one's own, each with the largest prefill that is admitted to slots
+              of which one decodes; of prompts under a limit few long ones or many short ones
+    apart     all prefills of a phase, one micro-batch behind the other, then one decode iteration
+    n prompts together have at most n times the longest one's tokens, and at most what 4 standard deviations more than
+              their mean are; one alone is the longest
+
+It is what happens when as many requests arrive at once as there is room for; the steady state seldom comes near it.
+Not here: how long a request waits that was preempted, or that was prefilled elsewhere and has no place to decode yet.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from exeplan.core.batch import Batch, Chunk, SequenceState
+from exeplan.policies import load_policy, prefill_between_tokens
+from exeplan.policies.interface import PrefillBetween
+from exeplan.simulator.closed_form import SteadyState
+from exeplan.simulator.cost import CostModel
+from exeplan.workload.length_law import LengthLaw
+from exeplan.workload.workload import Workload
+
+_SIGMAS = 4.0
+"""Standard deviations of the tokens of several prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """The longest time between two tokens, and what is prefilled in it."""
+
+    seconds: float
+    num_prompts: int
+    num_tokens: int
+    """Of these prompts that are computed meanwhile."""
+
+
+def longest_stall(steady: SteadyState, cost: CostModel) -> Stall:
+    """Of a schedule on the placement of the cost model."""
+    schedule, workload = steady.schedule, steady.workload
+    policy, groups, residents = load_policy(schedule.policy), schedule.num_micro_batches, steady.cycle.num_seqs
+    most, limits = prefill_between_tokens(schedule), policy.pass_limits(schedule)
+    clock = _Clock(
+        cost.for_policy(policy),
+        "decode" if policy.SEPARATE_STAGES else "",
+        workload,
+        math.ceil(steady.kv_tokens / residents),
+    )
+    rows = math.ceil((limits.decode_rows or residents + _SIGMAS * math.sqrt(residents)) / groups)
+    if most.prompts < 1:
+        return Stall(seconds=clock.seconds(Batch(decode=clock.rows(rows)), groups), num_prompts=0, num_tokens=0)
+    if most.apart:
+        prefill = clock.prefill(most, padded=policy.PADS_PROMPTS)
+        seconds = clock.seconds(prefill, most.passes) + clock.seconds(Batch(decode=clock.rows(rows)), groups)
+        return _stall(seconds, prefill, most.passes)
+    batches = clock.mixed(most, rows, cut=most.cuts and not cost.spec.is_encoder_decoder)
+    seconds, longest = max(((clock.seconds(batch, groups), batch) for batch in batches), key=lambda pair: pair[0])
+    return _stall(seconds, longest, groups)
+
+
+def _stall(seconds: float, batch: Batch, passes: int) -> Stall:
+    tokens = sum(end - start for start, end in batch.spans)
+    return Stall(seconds=seconds, num_prompts=passes * len(batch.prefill), num_tokens=passes * tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """Batches of the workload's requests, and what they take."""
+
+    cost: CostModel
+    phase: str
+    workload: Workload
+    context: int
+    """Tokens of a row that decodes, of as many as are hardly ever exceeded."""
+
+    def prefill(self, most: PrefillBetween, *, padded: bool) -> Batch:
+        """One of the passes that prefill all of them."""
+        lengths = prompt_tokens(self.workload.input_law, math.ceil(most.prompts / most.passes))
+        return Batch(prefill=self._prompts(lengths), pad_to=self.workload.input_law.max if padded else 0)
+
+    def mixed(self, most: PrefillBetween, slots: int, *, cut: bool) -> list[Batch]:
+        """Passes that may be the longest ones, with so many slots, of which a row that decodes has one."""
+        law, places = self.workload.input_law, max(min(math.ceil(most.prompts / most.passes), slots - 1), 0)
+        if not places:
+            return [Batch(decode=self.rows(slots))]
+        if most.tokens is None:
+            return [self._whole(prompt_tokens(law, places), slots)]
+        room = most.tokens - 1
+        if not cut:
+            of_each = (law.mean, float(law.min))
+            return [self._whole(prompt_tokens(law, places, limit=room, each=each), slots) for each in of_each]
+        many = min(places, max(room // law.min, 1))
+        short = self._whole([max(min(room // many, law.max), 1)] * many, min(slots, many + 1))
+        rows = sorted({1, max(min(slots - 1, most.tokens - 1), 1)})
+        return [*(self._chunks(most.tokens - number, places, number) for number in rows), short]
+
+    def _whole(self, lengths: Sequence[int], slots: int) -> Batch:
+        return Batch(prefill=self._prompts(lengths), decode=self.rows(max(slots - len(lengths), 1)))
+
+    def _chunks(self, room: int, places: int, rows: int) -> Batch:
+        """Whole prompts and the end of one more, all of the longest, or so many as there are places for."""
+        longest = self.workload.input_law.max
+        whole, left = divmod(max(room, 1), longest)
+        spans = [Chunk(0, longest, last=True)] * min(whole, places)
+        spans += [Chunk(longest - left, longest, last=True)] if left and whole < places else []
+        return Batch(prefill=self._prompts([longest] * len(spans)), decode=self.rows(rows), chunks=tuple(spans))
+
+    def rows(self, number: int) -> tuple[SequenceState, ...]:
+        """Requests that decode."""
+        return self._prompts([self.context] * number)
+
+    def _prompts(self, lengths: Sequence[int]) -> tuple[SequenceState, ...]:
+        ranks = self.cost.num_ranks
+        return tuple(
+            SequenceState(request_id="", num_prompt_tokens=tokens, max_output_tokens=1, rank=number % ranks)
+            for number, tokens in enumerate(lengths)
+        )
+
+    def seconds(self, batch: Batch, passes: int) -> float:
+        """Until the last of so many such passes has left the last stage."""
+        seconds = self._stages(batch)
+        return sum(seconds) + (passes - 1) * max(seconds)
+
+    def _stages(self, batch: Batch) -> list[float]:
+        """Of one server's stages."""
+        if not self.phase:
+            return self.cost.stage_seconds(batch)
+        batch = Batch(decode=batch.decode, phase=self.phase)
+        return self.cost.stage_seconds(batch)[: len(self.cost.servers[self.phase][0])]
+
+
+def prompt_tokens(law: LengthLaw, prompts: int, *, limit: int | None = None, each: float | None = None) -> list[int]:
+    """Tokens of the most that so many prompts have together, evenly; with a `limit` of as many as it lets in, at least
+    one, that have `each` so many."""
+    spread = _SIGMAS * law.std * math.sqrt(prompts)
+    total = min(prompts * law.max, max(float(law.max), prompts * law.mean + spread))
+    if limit is not None and total > limit:
+        prompts = max(1, min(prompts, int(limit / (each or law.mean)))) if limit > law.max else 1
+        total = float(max(limit, law.max))
+    return [math.ceil(total / prompts)] * prompts

@@ -31,7 +31,7 @@ from exeplan.core.control_variables import micro_batchings, require, slot_share
 from exeplan.core.schedule import Schedule
 from exeplan.policies._chunk_passes import binomials
 from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
@@ -74,6 +74,11 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
 def pass_limits(schedule: Schedule) -> PassLimits:
     slots, budget = schedule["max_num_seqs"], schedule["max_num_batched_tokens"]
     return PassLimits(decode_rows=slots, prompts=min(slots, budget), tokens=max(slots, budget))
+
+
+def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
+    """Prompts for all slots but its own may come first, one pass after the other."""
+    return PrefillBetween(prompts=schedule["max_num_seqs"], apart=True)
 
 
 def starts_together(schedule: Schedule) -> int:

@@ -170,7 +170,8 @@ def test_auto_keeps_to_what_the_engine_schedules_by(
     assert main(asked) == 0
     found = capsys.readouterr()
     assert {one["policy"] for one in json.loads(found.out)["candidates"]} == {"chunked", "rra", "sglang"}
-    assert "note: searched what sglang schedules by: chunked, rra, sglang, waa-c; --policy NAME takes another" in found.err
+    searched = "chunked, rra, sglang, waa-c"
+    assert f"note: searched what sglang schedules by: {searched}; --policy NAME takes another" in found.err
     assert main([*asked, "--policy", "orca"]) == 0
     found = capsys.readouterr()
     assert {one["policy"] for one in json.loads(found.out)["candidates"]} == {"orca"}

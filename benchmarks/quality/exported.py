@@ -185,6 +185,7 @@ def plans() -> Iterator[tuple[str, Plan]]:
     )
     yield "chunked", base
     yield "orca", replace(base, schedule=Schedule("orca", {"max_num_seqs": 64}))
+    yield "sglang", replace(base, schedule=Schedule("sglang", {**chunked.variables, "conservativeness_percent": 80}))
     rra: dict[str, Any] = {"prefill_batch": 8, "decode_steps": 24, "decode_batch": 120}
     yield "rra", replace(base, schedule=Schedule("rra", rra))
     halves = (Stage(devices=(0, 1, 2, 3), layers=(0, 41)), Stage(devices=(4, 5, 6, 7), layers=(41, 80)))

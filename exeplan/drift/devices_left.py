@@ -26,7 +26,7 @@ from exeplan.planner.load_problem import plan_request, profiled_host
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replicas import together
-from exeplan.policies import policy_names
+from exeplan.policies import engine_of, policy_names
 
 _RIVALS = 0.9
 """As for a change of the traffic (`best_plan.py`): the service waits for the answer."""
@@ -122,10 +122,10 @@ def _cluster(request: PlanRequest, total: int, devices: Sequence[Sequence[int]])
 
 
 def _policies(plan: Plan, cluster: Cluster | None) -> tuple[str, ...]:
-    """Those of `auto`, the plan's own first, also where it is from outside the package."""
+    """Those of `auto`, the plan's own first, also where it is from outside the package or an engine's."""
     names = resolve_policies("auto", cluster, deadlines=plan.deadline is not None)
     own = plan.schedule.policy
-    here = (own,) if own in names or own not in policy_names() else ()
+    here = (own,) if own in names or own not in policy_names() or engine_of(own) else ()
     return (*here, *(name for name in names if name != own))
 
 

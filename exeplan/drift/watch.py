@@ -36,7 +36,7 @@ from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.optimize import resolve_policies
 from exeplan.planner.choice.pipelines import with_headroom
 from exeplan.planner.problems.problem import Problem
-from exeplan.policies import load_policy, policy_names
+from exeplan.policies import engine_of, load_policy, policy_names
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.workload import Workload
 
@@ -277,11 +277,12 @@ class Watch:
 
 
 def _policies(problem: Problem, plan: Plan) -> tuple[str, ...]:
-    """The policies of `auto`, and the plan's own where it is from outside the package.
+    """The policies of `auto`, and the plan's own where it is from outside the package or an engine's.
 
     On a fixed placement with separate stages, those that need separate stages.
     """
-    own = () if plan.schedule.policy in policy_names() else (plan.schedule.policy,)
+    name = plan.schedule.policy
+    own = () if name in policy_names() and not engine_of(name) else (name,)
     if problem.cluster is None and any(stage.phase for stage in problem.cost.placement):
         return (*own, *(name for name in policy_names() if load_policy(name).SEPARATE_STAGES))
     return (*own, *resolve_policies("auto", problem.cluster, deadlines=problem.workload.deadlines is not None))

@@ -9,6 +9,8 @@ Source: `sglang/srt/arg_groups/fields`, `sglang/srt/managers/scheduler.py` and `
     decode_batch, max_num_seqs        --max-running-requests, for rra half a prefill more
     max_num_batched_tokens            rra: --max-prefill-tokens; chunked: --chunked-prefill-size, of prompts alone
     chunked: prompts beside decodes   --enable-mixed-chunk
+    sglang: max_num_batched_tokens    --chunked-prefill-size
+    conservativeness_percent          --schedule-conservativeness
     stages, their layers              --pp-size, SGLANG_PP_LAYER_PARTITION
     a pipeline on several hosts       --nnodes, --node-rank, --dist-init-addr
     data_parallel_size                --attn-dp-size, of a tensor-parallel group of all devices
@@ -49,7 +51,7 @@ from exeplan.export.shape import (
     with_schedules,
 )
 
-_POLICIES = ("rra", "chunked")
+_POLICIES = ("rra", "chunked", "sglang")
 _APART = ("waa-c", "waa-m")
 _PROGRAM = ("python3", "-m", "sglang.launch_server")
 _BOOTSTRAP = "--disaggregation-bootstrap-port"
@@ -191,7 +193,11 @@ def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     if limit := in_flight_limit(plan):
         yield from ("--max-queued-requests", f"{max(limit - (rows or 0), 1)}")
     if not of_rra:
-        yield from ("--chunked-prefill-size", f"{variables['max_num_batched_tokens']}", "--enable-mixed-chunk")
+        yield from ("--chunked-prefill-size", f"{variables['max_num_batched_tokens']}")
+        if schedule.policy == "chunked":
+            yield "--enable-mixed-chunk"
+        if percent := variables.get("conservativeness_percent"):
+            yield from ("--schedule-conservativeness", f"{percent / 100:g}")
         return
     yield from ("--chunked-prefill-size", _WHOLE)
     yield from ("--prefill-max-requests", f"{of_each(variables['prefill_batch'], group.placement)}")

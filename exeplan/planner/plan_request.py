@@ -69,10 +69,8 @@ class PlanRequest:
 
     def policies(self, cluster: Cluster | None) -> tuple[str, ...]:
         """The policies to search on these GPUs."""
-        found = resolve_policies(self.policy, cluster, deadlines=self.deadlines is not None)
-        if self.policy != "auto" or not self.engine_policies:
-            return found
-        return tuple(name for name in found if name in self.engine_policies)
+        deadlines = self.deadlines is not None
+        return resolve_policies(self.policy, cluster, deadlines=deadlines, engine=self.engine_policies)
 
     def problem(self, cluster: Cluster | None, *, memory: float | None = None) -> Problem:
         """The problem on these GPUs; `memory` is what is there on each, instead of what was asked for.

@@ -55,6 +55,11 @@ def policy_names() -> tuple[str, ...]:
     return tuple(sorted(name.replace("_", "-") for name in names if not name.startswith("_") and name != "interface"))
 
 
+def engine_of(name: str) -> str:
+    """The engine whose own order of work a policy is; '' of any other."""
+    return str(getattr(load_policy(name), "ENGINE", ""))
+
+
 def policy_reference(text: str) -> str:
     """How a schedule names the policy that a user names: a file by its absolute path, others as they are.
 

@@ -157,6 +157,10 @@ class Queue(Protocol):
         """All groups, the least recently scheduled first."""
 
     @property
+    def free_blocks(self) -> int:
+        """KV blocks that no request holds."""
+
+    @property
     def num_prefills_in_flight(self) -> int:
         """Batches in flight that prefill."""
 
@@ -269,6 +273,8 @@ class Policy(Protocol):
     FOR_DEADLINES: bool
     """Batches run to completion, so that their choice matters under deadlines: without deadlines `auto` leaves the
     policy out, because others serve more at every bound."""
+    ENGINE: str
+    """The engine whose own order of work it is: `auto` tries it for that engine alone. A policy may leave this out."""
     SPLIT_BY: str
     """How many GPUs prefill where stages are separate: in proportion to `time`, or so that `memory` is even."""
 
@@ -335,7 +341,7 @@ class Policy(Protocol):
 
 def missing_members(module: ModuleType) -> tuple[str, ...]:
     """What a module lacks to be a policy. `SPLIT_BY` matters with separate stages only, some functions never."""
-    optional = {"enlarged", "groups_used", "prefill_between_tokens", "repeats", "token_limits"} | (
+    optional = {"ENGINE", "enlarged", "groups_used", "prefill_between_tokens", "repeats", "token_limits"} | (
         set() if getattr(module, "SEPARATE_STAGES", False) else {"SPLIT_BY"}
     )
     return tuple(name for name in _members() if name not in optional and not hasattr(module, name))

@@ -163,6 +163,18 @@ def test_engines_stand_side_by_side_each_with_its_defaults(tmp_path, monkeypatch
     assert "(breaks the bound)" in capsys.readouterr().out
 
 
+def test_sglang_without_options_has_a_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "--model", "qwen3-8b", "--engine", "sglang", "--cluster", "h100", "--gpus", "1", "--json"]
+    assert main([*words, "--workload", "azure-2023-conv", "--fit-context", "--latency-bound", "10s"]) == 0
+    best, default = json.loads(capsys.readouterr().out)["rows"]
+    assert (best["defaults"], default["defaults"]) == (False, True)
+    assert default["schedule"]["policy"] == "sglang"
+    assert default["schedule"]["max_num_batched_tokens"] == 8192
+    assert 1 < default["schedule"]["max_num_seqs"] < 4096
+    assert best["estimate"]["latency"] <= 10
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

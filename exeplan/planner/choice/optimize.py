@@ -11,6 +11,7 @@ then equal. With a stated risk the bounds are tightened by margins (`margins.py`
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from exeplan.planner.choice.search_space import pareto
 from exeplan.planner.margins.margins import Risk
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import CONFIDENCE, half_interval
-from exeplan.policies import load_policy, policy_names, policy_reference
+from exeplan.policies import engine_of, load_policy, policy_names, policy_reference
 from exeplan.progress import SILENT, Told
 from exeplan.search.search import Result, Trial
 
@@ -99,13 +100,17 @@ def _times(trial: Trial, factor: float) -> Trial:
     return replace(trial, outcome=replace(trial.outcome, throughput=factor * trial.outcome.throughput))
 
 
-def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bool = False) -> tuple[str, ...]:
-    """The named policy; for `auto` every policy of the package that applies.
+def resolve_policies(
+    text: str, cluster: Cluster | None = None, *, deadlines: bool = False, engine: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The named policy; for `auto` every policy of the package that applies, or those of an engine.
 
-    On one device that leaves out policies with separate stages, without deadlines those made for deadlines.
+    On one device that leaves out policies with separate stages, without deadlines those made for deadlines, and without
+    an engine those that are an engine's own.
     """
     if text == "auto":
-        policies = {name: load_policy(name) for name in policy_names()}
+        names = engine or [name for name in policy_names() if not engine_of(name)]
+        policies = {name: load_policy(name) for name in sorted(names)}
         return tuple(
             name
             for name, policy in policies.items()

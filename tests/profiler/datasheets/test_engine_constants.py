@@ -169,8 +169,9 @@ def test_auto_keeps_to_what_the_engine_schedules_by(
     capsys.readouterr()
     assert main(asked) == 0
     found = capsys.readouterr()
-    assert {one["policy"] for one in json.loads(found.out)["candidates"]} == {"chunked", "rra"}
-    assert "note: searched what sglang schedules by: chunked, rra, waa-c; --policy NAME takes another" in found.err
+    assert {one["policy"] for one in json.loads(found.out)["candidates"]} == {"chunked", "rra", "sglang"}
+    searched = "chunked, rra, sglang, waa-c"
+    assert f"note: searched what sglang schedules by: {searched}; --policy NAME takes another" in found.err
     assert main([*asked, "--policy", "orca"]) == 0
     found = capsys.readouterr()
     assert {one["policy"] for one in json.loads(found.out)["candidates"]} == {"orca"}

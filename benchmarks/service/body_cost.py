@@ -16,7 +16,10 @@ from typing import Any
 
 from benchmarks.lib.record import write_record
 from exeplan.runner.server.connection import MAX_BODY_BYTES
-from exeplan.runner.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError, parse
+from exeplan.runner.server.openai.chat_request import ChatRequest
+from exeplan.runner.server.openai.completion_request import CompletionRequest
+from exeplan.runner.server.openai.errors import RequestError
+from exeplan.runner.server.openai.generation_request import GenerationRequest, parse
 
 SIZES = (MAX_BODY_BYTES // 64, MAX_BODY_BYTES // 8, MAX_BODY_BYTES)
 Body = tuple[type[GenerationRequest], Callable[[int], bytes]]

@@ -49,7 +49,7 @@ from benchmarks.service.leavers import PLAN
 from benchmarks.service.malformed import malformed, talk
 from benchmarks.service.serving import Server, served
 from exeplan.planner.reports.tables import table
-from exeplan.runner.server.protocol import MAX_CHOICES
+from exeplan.runner.server.openai.generation_request import MAX_CHOICES
 
 KEY = "a key for the benchmark"
 CHECKS = [

@@ -13,7 +13,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate
 from exeplan.errors import InputError
 from exeplan.runner.server.observed import bounds_of
-from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.openai.errors import RequestError
 
 MAX_RETRY_SECONDS = 60
 

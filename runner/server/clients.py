@@ -21,7 +21,7 @@ from starlette.types import Scope
 
 from exeplan.runner.engine_process.job import Job
 from exeplan.runner.ipc.messages import Event
-from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.openai.errors import RequestError
 
 BY_ADDRESS = "address"
 """The name under which clients without a name are counted together in metrics, whose labels must be few."""

@@ -23,8 +23,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from exeplan.runner.server.api_keys import ApiKeys
 from exeplan.runner.server.clients import Client, network_of, set_client
 from exeplan.runner.server.listener import MAX_CONNECTIONS, Listener, set_options
+from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.places import Places
-from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.request_log import new_request_id, note
 
 MAX_HEADER_BYTES = 16 * 1024

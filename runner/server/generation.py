@@ -22,7 +22,7 @@ from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.ipc.messages import Event, Generate
 from exeplan.runner.server.clients import client_of
 from exeplan.runner.server.connection import error_response, read_body
-from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.request_log import note
 from exeplan.runner.server.responses import ChatChunk, CompletionChunk, ResponseBuilder
 from exeplan.runner.server.service import Service

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from exeplan.errors import InputError
 from exeplan.runner.server.connection import error_response
-from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.openai.errors import RequestError
 
 ANY = "*"
 _NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?)*")

@@ -18,7 +18,10 @@ from exeplan.core.schedule import POLICY_FILE
 from exeplan.drift.state import Replanned
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from
-from exeplan.runner.server.protocol import Model, Only, RequestError, Strict, check, read_object
+from exeplan.runner.server.openai.check import Model, check
+from exeplan.runner.server.openai.errors import RequestError
+from exeplan.runner.server.openai.fields import Only, Strict
+from exeplan.runner.server.openai.json_body import read_object
 from exeplan.runner.server.service import Service
 
 log = logging.getLogger("exeplan.replan")

@@ -41,22 +41,13 @@ from exeplan.runner.ipc.messages import (
     TokensRead,
     ToolFormat,
 )
-from exeplan.runner.server.protocol import (
-    MAX_PROMPT_LOGPROBS,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    Message,
-    RequestError,
-    TokenizeRequest,
-    Tool,
-    ToolChosen,
-    check,
-    parse,
-    read_object,
-    unknown_model,
-)
+from exeplan.runner.server.openai.chat_request import ChatRequest, Message, Tool, ToolChosen
+from exeplan.runner.server.openai.check import check
+from exeplan.runner.server.openai.completion_request import CompletionRequest
+from exeplan.runner.server.openai.errors import RequestError, unknown_model
+from exeplan.runner.server.openai.generation_request import MAX_PROMPT_LOGPROBS, GenerationRequest, parse
+from exeplan.runner.server.openai.json_body import read_object
+from exeplan.runner.server.openai.tokenize_request import DetokenizeRequest, TokenizeRequest
 from exeplan.runner.server.structure import grammar_of, refused, tool_grammar
 from exeplan.runner.server.tool_arguments import declared_types
 from exeplan.runner.server.tool_calls import DIALECTS

@@ -31,7 +31,7 @@ from exeplan.runner.ipc.messages import (
     ReadGeneration,
     ReadTokenize,
 )
-from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.openai.errors import RequestError
 
 READ_SECONDS = 5.0
 """For one body; the largest that is accepted takes a fraction of it."""

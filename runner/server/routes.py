@@ -17,7 +17,7 @@ from exeplan.runner.server.api_keys import ApiKeys
 from exeplan.runner.server.clients import Client, client_in, client_of
 from exeplan.runner.server.connection import Gate, error_response
 from exeplan.runner.server.hosts import HostGate, Hosts
-from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.request_log import RequestLog
 from exeplan.runner.server.service import Service
 from exeplan.runner.server.views import load_views

@@ -42,7 +42,7 @@ from exeplan.runner.server.clients import Client, Clients
 from exeplan.runner.server.front_ends.joined_engine import JoinedEngine
 from exeplan.runner.server.metrics import Reading, ServeMetrics
 from exeplan.runner.server.observed import Observed, Snapshot
-from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.readers import Readers
 from exeplan.runner.server.responses import ChatBuilder, CompletionBuilder, ResponseBuilder
 from exeplan.runner.server.scaler import Scaler

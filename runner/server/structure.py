@@ -12,7 +12,9 @@ from typing import Any
 
 from exeplan.errors import InputError
 from exeplan.runner.ipc.messages import ToolFormat
-from exeplan.runner.server.protocol import MAX_SCHEMA_CHARS, Function, RequestError, Structure
+from exeplan.runner.server.openai.chat_request import Function
+from exeplan.runner.server.openai.errors import RequestError
+from exeplan.runner.server.openai.generation_request import MAX_SCHEMA_CHARS, Structure
 from exeplan.runner.server.tool_calls import DIALECTS, NAME
 
 _JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,24})?", "lenient": False, "coerce_one_of": False}

@@ -105,8 +105,8 @@ def test_the_engine_gives_the_same_tokens_under_a_policy_file() -> None:
 
 
 def test_the_network_names_no_policy_file_but_that_of_the_active_plan(folder: Path) -> None:
+    from exeplan.runner.server.openai.errors import RequestError
     from exeplan.runner.server.plan_control import plan_from_network
-    from exeplan.runner.server.protocol import RequestError
 
     path = folder / "plan.yaml"
     path.write_text("model: demo\nschedule: {policy: mine.py, seats: 3}\nplacement: [{devices: [0], layers: [0, 6]}]\n")

@@ -5,7 +5,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from exeplan.runner.server.generation import generate
-from exeplan.runner.server.protocol import ChatRequest, CompletionRequest
+from exeplan.runner.server.openai.chat_request import ChatRequest
+from exeplan.runner.server.openai.completion_request import CompletionRequest
 from exeplan.runner.server.responses import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from exeplan.runner.server.views.interface import Schema, Served, declared, failures, reads
 

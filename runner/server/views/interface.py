@@ -15,7 +15,7 @@ from typing import Annotated, Any, Protocol
 from fastapi import APIRouter, Depends, Request
 from pydantic import TypeAdapter
 
-from exeplan.runner.server.protocol import ErrorBody
+from exeplan.runner.server.openai.errors import ErrorBody
 from exeplan.runner.server.service import Service
 
 SCHEMAS = "#/components/schemas/"

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
-from exeplan.runner.server.protocol import unknown_model
+from exeplan.runner.server.openai.errors import unknown_model
 from exeplan.runner.server.service import Service
 from exeplan.runner.server.views.interface import Served, failures
 

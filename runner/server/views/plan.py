@@ -13,9 +13,9 @@ from exeplan.planner.reports.tables import json_line
 from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.server.clients import check_admin
 from exeplan.runner.server.connection import read_body
+from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.plan_control import Acceptance, Adopted, Veto, Vetoed, control
 from exeplan.runner.server.predicted import predicted_and_observed
-from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.views.interface import Served, declared, failures, reads
 
 router = APIRouter()

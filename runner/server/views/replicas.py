@@ -13,7 +13,10 @@ from exeplan.errors import InputError
 from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.server.clients import check_admin
 from exeplan.runner.server.connection import read_body
-from exeplan.runner.server.protocol import RequestError, Strict, check, read_object
+from exeplan.runner.server.openai.check import check
+from exeplan.runner.server.openai.errors import RequestError
+from exeplan.runner.server.openai.fields import Strict
+from exeplan.runner.server.openai.json_body import read_object
 from exeplan.runner.server.service import Service
 from exeplan.runner.server.views.interface import Served, declared, failures, reads
 

@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from exeplan.runner.server.clients import client_of
 from exeplan.runner.server.connection import read_body
-from exeplan.runner.server.protocol import DetokenizeRequest, TokenizeRequest
+from exeplan.runner.server.openai.tokenize_request import DetokenizeRequest, TokenizeRequest
 from exeplan.runner.server.views.interface import Served, declared, failures, reads
 
 router = APIRouter()

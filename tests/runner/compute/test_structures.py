@@ -21,7 +21,7 @@ from exeplan.runner.compute.device_sampling import needs_tokens, sample_on_devic
 from exeplan.runner.compute.sampling import MAX_STRUCTURE_CHARS, SamplingParams, sample
 from exeplan.runner.compute.structures import Matcher, Structures, check_grammar, compile_grammar
 from exeplan.runner.engine.tokenizer import FileCodec, Tokenizer, structure_tokenizer
-from exeplan.runner.server.protocol import Structure
+from exeplan.runner.server.openai.generation_request import Structure
 from exeplan.runner.server.structure import grammar_of
 
 DEMO = load_model_spec("demo")

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine_process.job import MAX_UNREAD, Job
 from exeplan.runner.ipc.messages import Event, Prompt, PromptLogprobs, Sampling
-from exeplan.runner.server.protocol import MAX_PROMPT_LOGPROBS
+from exeplan.runner.server.openai.generation_request import MAX_PROMPT_LOGPROBS
 
 
 def event(num_tokens: int, prompt: PromptLogprobs | None = None) -> Event:

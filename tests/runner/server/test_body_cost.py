@@ -10,7 +10,10 @@ import sys
 import pytest
 
 from benchmarks.service.body_cost import BODIES
-from exeplan.runner.server.protocol import MAX_DEPTH, MAX_OBJECTS, CompletionRequest, RequestError, parse
+from exeplan.runner.server.openai.completion_request import CompletionRequest
+from exeplan.runner.server.openai.errors import RequestError
+from exeplan.runner.server.openai.generation_request import parse
+from exeplan.runner.server.openai.json_body import MAX_DEPTH, MAX_OBJECTS
 
 SIZES = (10_000, 40_000, 160_000)
 ROOM = 1.25

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from exeplan.runner.server.protocol import ChatRequest, CompletionRequest, parse
+from exeplan.runner.server.openai.chat_request import ChatRequest
+from exeplan.runner.server.openai.completion_request import CompletionRequest
+from exeplan.runner.server.openai.generation_request import parse
 
 HELLO = {"role": "user", "content": "hello"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "hello"}]}

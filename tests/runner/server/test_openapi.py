@@ -8,7 +8,10 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis import checks
 
 from exeplan.runner.server.connection import OPEN_PATHS
-from exeplan.runner.server.protocol import ChatRequest, CompletionRequest, RequestError, check
+from exeplan.runner.server.openai.chat_request import ChatRequest
+from exeplan.runner.server.openai.check import check
+from exeplan.runner.server.openai.completion_request import CompletionRequest
+from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.routes import route_views
 from exeplan.runner.server.views.description import describe
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from exeplan.runner.server.protocol import ChatRequest, CompletionRequest, RequestError, parse
+from exeplan.runner.server.openai.chat_request import ChatRequest
+from exeplan.runner.server.openai.completion_request import CompletionRequest
+from exeplan.runner.server.openai.errors import RequestError
+from exeplan.runner.server.openai.generation_request import parse
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "look"}}

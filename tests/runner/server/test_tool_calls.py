@@ -23,7 +23,8 @@ from exeplan.runner.engine.chat_template import UNKNOWN_TOOL_FORMAT, ChatTemplat
 from exeplan.runner.engine.tokenizer import structure_tokenizer
 from exeplan.runner.ipc.messages import ToolFormat
 from exeplan.runner.server.harmony import parser_of
-from exeplan.runner.server.protocol import Function, RequestError
+from exeplan.runner.server.openai.chat_request import Function
+from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.structure import tool_grammar
 from exeplan.runner.server.tool_arguments import MAX_HELD_CHARS, declared_types
 from exeplan.runner.server.tool_calls import DIALECTS, ToolParser, whole_calls

@@ -12,7 +12,7 @@ TOY = """
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from exeplan.runner.server.protocol import unknown_model
+from exeplan.runner.server.openai.errors import unknown_model
 from exeplan.runner.server.views.interface import Served, failures
 
 router = APIRouter()

@@ -1,0 +1,1 @@
+"""OpenAI's protocol: what requests may be, and the bodies that answer them."""

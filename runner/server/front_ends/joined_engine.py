@@ -32,7 +32,7 @@ from exeplan.runner.ipc.front_end_messages import (
     SubmitJob,
 )
 from exeplan.runner.ipc.messages import Event, Loading, Prompt, Stats
-from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.openai.errors import RequestError
 
 _GONE = "the host of the replicas is gone"
 _UNKNOWN = ServiceState(

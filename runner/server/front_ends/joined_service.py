@@ -19,7 +19,7 @@ from exeplan.runner.ipc.front_end_messages import FrontEndState, PlanRuns
 from exeplan.runner.server.clients import Client, client_in
 from exeplan.runner.server.connection import error_response, read_body
 from exeplan.runner.server.front_ends.joined_engine import JoinedEngine
-from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.service import Service
 
 log = logging.getLogger(__name__)

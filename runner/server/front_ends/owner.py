@@ -49,7 +49,7 @@ from exeplan.runner.server.clients import Client
 from exeplan.runner.server.connection import error_response
 from exeplan.runner.server.front_ends.placer_process import PlacerProcess
 from exeplan.runner.server.generation import as_request_error
-from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.service import Service
 
 AGAIN_SECONDS = 5.0

@@ -16,7 +16,9 @@ ORDER = (
     # Leaves: they import nothing of ours but each other.
     ("arrays", "errors", "extras", "figures", "garbage", "units", "files", "plain_yaml", "progress", "version"),
     ("workload",),
+    ("core.models",),
     ("core",),
+    ("core.runs",),
     ("policies",),
     ("scheduling",),
     ("search",),
@@ -32,6 +34,10 @@ ORDER = (
     ("kernels",),
     ("runner.logs",),
     ("runner.ipc",),
+    ("runner.compute.weights",),
+    ("runner.compute.blocks",),
+    ("runner.compute.passes",),
+    ("runner.compute.tokens",),
     ("runner.compute",),
     ("runner.models",),
     ("runner.engine",),
@@ -42,6 +48,9 @@ ORDER = (
     ("runner.scrape",),
     ("runner.server_counters",),
     ("runner.fidelity",),
+    ("runner.server.openai",),
+    ("runner.server.network",),
+    ("runner.server.observation",),
     ("runner.server",),
     ("runner.engine_watch",),
     ("profiler",),
@@ -63,11 +72,10 @@ def module_name(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """A folder of exeplan, exeplan.runner or exeplan.planner, or a file that stands in exeplan or exeplan.runner."""
+    """The deepest folder or file of `ORDER` that holds this module, or else the first of its folders."""
     parts = module.split(".")
-    if parts[0] == "runner" or (parts[0] == "planner" and ".".join(parts[:2]) in FLOOR):
-        return ".".join(parts[:2])
-    return parts[0]
+    names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    return next((name for name in names if name in FLOOR), parts[0])
 
 
 def sources() -> dict[str, ast.Module]:

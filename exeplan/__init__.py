@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from exeplan.core.bounds import Bound
     from exeplan.core.cluster import Cluster
-    from exeplan.core.model import ModelSpec
+    from exeplan.core.models.model import ModelSpec
     from exeplan.core.plan import Plan
     from exeplan.core.profile import Profile
     from exeplan.core.schedule import Estimate, Schedule, Stage

@@ -20,10 +20,10 @@ from exeplan.core import plan as plans
 from exeplan.core import profile as profiles
 from exeplan.core.bounds import Bound, check_together, deadline_bound, parse_bounds
 from exeplan.core.cluster import Cluster
-from exeplan.core.model import ModelSpec, load_model_sizes
+from exeplan.core.models.model import ModelSpec, load_model_sizes
+from exeplan.core.models.uneven_routing import EVEN
 from exeplan.core.plan import Plan, check_utilization
 from exeplan.core.profile import Profile
-from exeplan.core.uneven_routing import EVEN
 from exeplan.errors import InputError
 from exeplan.extras import require
 from exeplan.planner.choice.optimize import resolve_policies
@@ -142,7 +142,7 @@ def datasheet_profile(
     `cluster` gives the links, `constants` replaces constants of the datasheet, such as {"gemm_efficiency": 0.6}, and
     `engine` (`plans/engines`, or a YAML file) adds what a serving engine takes besides its kernels; times of a shipped
     one are corrected by measured serving runs (`plans/calibration`). `routing` of a mixture's experts is `even`, or
-    uneven as `power_law_1.2` (`exeplan/core/uneven_routing.py`).
+    uneven as `power_law_1.2` (`exeplan/core/models/uneven_routing.py`).
     """
     sheet = load_datasheet(fspath(device), {key: str(value) for key, value in (constants or {}).items()})
     if cluster is not None:

@@ -13,9 +13,9 @@ The scatter of several layers serves KV transfer (ExeGPT's WAA): from what was r
 import torch
 from torch import Tensor
 
-from exeplan.kernels.fp8 import saturated
 from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl
+from exeplan.kernels.products.fp8 import saturated
 
 
 def store_slots(kv_NMD: Tensor, slot_N: Tensor, table_2RD: Tensor) -> None:

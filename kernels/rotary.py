@@ -4,7 +4,7 @@ Letters: N tokens, M heads of queries and keys, D rotated dimensions of a head.
 
 Bytes: 2 * N * M * D elements, read and written once, and 2 * N * D of cosines and sines; torch's four operations move
 three times as much. Operations: 3 * N * M * D, in float32. One program takes all heads of a token, so that its angles
-are read once. Source: Su et al. 2021. Not here: the angles (`runner/compute/rotary.py`).
+are read once. Source: Su et al. 2021. Not here: the angles (`runner/compute/blocks/rotary.py`).
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 

@@ -3,9 +3,9 @@
 Letters: R rows, V tokens of the vocabulary, K tokens kept.
 
 Drawing adds Gumbel noise to the scaled logits and takes the largest; the noise is the hash of
-`runner/compute/noise.py`, bit for bit up to its logarithm. So tokens equal the CPU's, except where two scores differ by
-less than rounding (about 1e-6), where top-p cuts between tokens whose mass differs from 1 - p by less than that, and
-where tokens tie for the k-th place: all of those are kept.
+`runner/compute/tokens/noise.py`, bit for bit up to its logarithm. So tokens equal the CPU's, except where two scores
+differ by less than rounding (about 1e-6), where top-p cuts between tokens whose mass differs from 1 - p by less than
+that, and where tokens tie for the k-th place: all of those are kept.
 
 The cut needs no sort: the difference between the largest scaled logit and a token's is a non-negative float, whose bits
 are ordered as integers. Bisection over these finds the token where the count reaches k, or where the mass of the rest
@@ -154,7 +154,7 @@ def _cut(row, size, top, temperature, bound, num_kept, top_k, tail, BLOCK: tl.co
 
 @jit
 def _log_noise(key, i):
-    """`log_exponential_noise` of `runner/compute/noise.py`."""
+    """`log_exponential_noise` of `runner/compute/tokens/noise.py`."""
     bits = i.to(tl.int64) * _GOLDEN + key
     bits = (bits ^ (bits >> 30)) * _FACTOR_1
     bits = (bits ^ (bits >> 27)) * _FACTOR_2

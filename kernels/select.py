@@ -1,8 +1,9 @@
 """Selects the kernels for a device and a dtype: Triton's on a GPU, plain PyTorch elsewhere.
 
-The table is built from the files of this folder: a file that lists `KERNELS` (`kernel.Kernel`) is found by being there.
-The runner asks once, when it loads a model; nothing else compares devices. Not in the table: the CPU's fast paths,
-`attention.py` and `linear.py`, which take other arguments because they use another memory layout.
+The table is built from the files of this folder and of those in it: a file that lists `KERNELS` (`kernel.Kernel`) is
+found by being there. The runner asks once, when it loads a model; nothing else compares devices. Not in the table: the
+CPU's fast paths, `attention/plain.py` and `products/linear.py`, which take other arguments because they use another
+memory layout.
 """
 
 import importlib
@@ -16,7 +17,7 @@ from torch import Tensor
 from exeplan.kernels import language
 from exeplan.kernels.kernel import Kernel
 
-_FOLDER = "exeplan.kernels"
+_FOLDER, _COMPILED = "exeplan.kernels", "exeplan.kernels.native"
 
 
 class Kernels(SimpleNamespace):
@@ -72,8 +73,9 @@ def _table(device_type: str | None, dtype: torch.dtype) -> Kernels:
 
 
 def _found() -> Iterator[Kernel]:
-    for file in pkgutil.iter_modules(importlib.import_module(_FOLDER).__path__):
-        yield from getattr(importlib.import_module(f"{_FOLDER}.{file.name}"), "KERNELS", ())
+    for file in pkgutil.walk_packages(importlib.import_module(_FOLDER).__path__, f"{_FOLDER}."):
+        if not file.name.startswith(_COMPILED):
+            yield from getattr(importlib.import_module(file.name), "KERNELS", ())
 
 
 TRITON = _table("cuda", torch.float32)

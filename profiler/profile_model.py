@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from exeplan.core.model import FP8, ModelSpec
+from exeplan.core.models.model import FP8, ModelSpec
 from exeplan.core.profile import Device, Profile, load_profile
 from exeplan.errors import InputError
 from exeplan.profiler.measuring.campaign import Campaign, Goal, num_copies
@@ -21,7 +21,7 @@ from exeplan.profiler.measuring.points import Work, choose_range
 from exeplan.profiler.multi_device.multi_device import ONE_DEVICE_SHARE, MultiDeviceProfiler, check_num_devices
 from exeplan.progress import Progress
 from exeplan.runner.compute.families import load_model
-from exeplan.runner.compute.precision import activation_dtype, check_precision, holding_remarks
+from exeplan.runner.compute.weights.precision import activation_dtype, check_precision, holding_remarks
 
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 _KV_SHARE_OF_MEMORY = 0.25

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.errors import InputError
 from exeplan.profiler.profile_model import profile_model

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
-from exeplan.core.machine_speed import MachineSpeed
-from exeplan.core.metrics import RequestRecord
+from exeplan.core.runs.machine_speed import MachineSpeed
+from exeplan.core.runs.metrics import RequestRecord
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
@@ -212,7 +212,7 @@ def play_engine(
 
     After these seconds it is cut: requests that began have their missing tokens `AFTER_CUT`, others no record.
     """
-    from exeplan.runner.compute.sampling import SamplingParams
+    from exeplan.runner.compute.tokens.sampling import SamplingParams
     from exeplan.runner.engine.engine import Request
 
     requests = [

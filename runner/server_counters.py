@@ -1,7 +1,7 @@
 """What a server's own Prometheus metrics say of a run: requests, tokens and mean times between two readings.
 
 vLLM, SGLang and exeplan have these families, under prefixes of their own. Source: vLLM 0.32 `v1/metrics/loggers.py`,
-SGLang 0.5 `srt/metrics/collector.py`, and `runner/server/metrics.py`.
+SGLang 0.5 `srt/metrics/collector.py`, and `runner/server/observation/metrics.py`.
 """
 
 import math
@@ -16,7 +16,7 @@ from exeplan.runner.scrape import scrape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from exeplan.core.metrics import RequestRecord
+    from exeplan.core.runs.metrics import RequestRecord
 
 PREFIXES = ("exeplan", "vllm", "sglang")
 _TIMES = {"ttft": "time_to_first_token_seconds", "latency": "e2e_request_latency_seconds"}

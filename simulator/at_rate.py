@@ -43,7 +43,7 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.bounds import Bound, is_deadline, share_of_requests, targets_of
-from exeplan.core.request_times import RequestTimes, quantile
+from exeplan.core.runs.request_times import RequestTimes, quantile
 from exeplan.core.schedule import Estimate
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Served

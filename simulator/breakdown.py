@@ -16,16 +16,16 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
 from exeplan.core.cluster import Link
-from exeplan.core.layer_costs import (
+from exeplan.core.models.layer_costs import (
     embedding_parameters,
     expert_parameters_read,
     layer_kv_bytes_per_token,
     layer_parameters_read,
     layer_parameters_used,
 )
-from exeplan.core.metrics import window
-from exeplan.core.model import DTYPE_BYTES
+from exeplan.core.models.model import DTYPE_BYTES
 from exeplan.core.profile import LINK_OPS, LINKS, Measurement, Profile
+from exeplan.core.runs.metrics import window
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.run import Run
 from exeplan.simulator.timeline import phase

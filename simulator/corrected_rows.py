@@ -11,14 +11,14 @@ from dataclasses import replace
 from itertools import accumulate
 
 from exeplan.core.correction import REFERENCE_ROWS, Correction, rows_distance
-from exeplan.core.layer_costs import (
+from exeplan.core.models.layer_costs import (
     expert_parameters,
     expert_parameters_read,
     layer_kv_bytes_per_token,
     layer_parameters,
     layer_parameters_read,
 )
-from exeplan.core.model import DTYPE_BYTES
+from exeplan.core.models.model import DTYPE_BYTES
 from exeplan.core.profile import Measurement, Profile
 
 _PRODUCTS = ("rest", "dense", "experts")

@@ -22,7 +22,7 @@ from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
 from exeplan.core.cluster import Cluster
 from exeplan.core.handover import num_receivers, pieces
-from exeplan.core.layer_costs import handover_bytes_per_token, num_all_reduces
+from exeplan.core.models.layer_costs import handover_bytes_per_token, num_all_reduces
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement, Sharding
 from exeplan.policies.interface import Cycle, Policy

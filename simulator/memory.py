@@ -6,14 +6,14 @@ GPU, whose own measurement it comes near (`core/pass_memory.py`). Other profiles
 Not here: the blocks of a running engine (`exeplan/runner/compute/kv_budget.py`).
 """
 
-from exeplan.core.layer_costs import (
+from exeplan.core.models.layer_costs import (
     embedding_parameters,
     expert_parameters,
     layer_kv_bytes_per_token,
     layer_parameters,
     model_parameters,
 )
-from exeplan.core.model import DTYPE_BYTES
+from exeplan.core.models.model import DTYPE_BYTES
 from exeplan.core.pass_memory import DEFAULT_PASSES, GRAPHS_SHARE, LEAST_PASSES, LargestPasses, passes_bytes
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement, Schedule, Sharding, servers

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.layer_costs import num_all_reduces
+from exeplan.core.models.layer_costs import num_all_reduces
 from exeplan.core.schedule import Sharding
 from exeplan.policies.interface import Cycle
 from exeplan.simulator.placement_timings import PlacementTimings, StageKind, SumsOver

@@ -11,7 +11,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.cluster import Cluster
-from exeplan.core.layer_costs import activation_bytes, all_to_all_bytes, num_all_to_alls
+from exeplan.core.models.layer_costs import activation_bytes, all_to_all_bytes, num_all_to_alls
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement, Sharding, Stage, num_devices, num_ranks, servers, single_stage
 from exeplan.errors import InputError

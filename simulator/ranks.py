@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from exeplan.core.batch import Batch
-from exeplan.core.fullest import fullest, normal_maximum
+from exeplan.core.models.fullest import fullest, normal_maximum
 from exeplan.policies.interface import Cycle
 from exeplan.simulator.timings import prompt_points
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import BLOCK_SIZE, Batch
-from exeplan.core.metrics import Requests
+from exeplan.core.runs.metrics import Requests
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy

@@ -21,7 +21,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound
-from exeplan.core.request_times import RequestTimes
+from exeplan.core.runs.request_times import RequestTimes
 from exeplan.core.schedule import Estimate
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Clock, Cycle

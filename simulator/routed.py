@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.metrics import Requests
+from exeplan.core.runs.metrics import Requests
+from exeplan.core.runs.token_times import TokenTimes
 from exeplan.core.schedule import Schedule
-from exeplan.core.token_times import TokenTimes
 from exeplan.errors import InputError
 from exeplan.garbage import collected_seldom
 from exeplan.scheduling.router import Queues, Router

@@ -1,7 +1,7 @@
 """What a replay did: its requests and passes, in arrays; single ones are made when asked for.
 
 A request takes some 50 bytes here, and a pass 8 for its end and, where passes are recorded, some 13 and 16 a stage;
-nothing is kept for each token (`exeplan/core/token_times.py`).
+nothing is kept for each token (`exeplan/core/runs/token_times.py`).
 """
 
 import math
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
-from exeplan.core.metrics import Requests
-from exeplan.core.token_times import TokenTimes
+from exeplan.core.runs.metrics import Requests
+from exeplan.core.runs.token_times import TokenTimes
 from exeplan.workload.length_law import Ints
 
 _UNKNOWN = array("d", [math.nan])

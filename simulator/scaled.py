@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.metrics import Requests
+from exeplan.core.runs.metrics import Requests
 from exeplan.errors import InputError
 from exeplan.scheduling.router import Queues, Router
 from exeplan.scheduling.scaling import LOOK_SECONDS, to_drain

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Device, Measurement, Profile, save_profile
 from exeplan.simulator.cost import CostModel
 

@@ -15,7 +15,7 @@ from tokenizers import models
 
 from exeplan import plain_yaml
 from exeplan.core.cluster import load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.errors import InputError
 from exeplan.files import read_json, read_yaml, shipped

@@ -44,7 +44,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_must_be_there_is_in_the_tree() -> None:
     needed = {
         "exeplan/py.typed",
-        "exeplan/kernels/linear.py",
+        "exeplan/kernels/products/linear.py",
         "exeplan/runner/server/page.html",
         "exeplan/plans/models/demo.yaml",
         "exeplan/plans/workloads/alpaca.yaml",

@@ -63,7 +63,7 @@ def test_planning_and_replaying_need_no_torch(profile: Profile, tmp_path: Path) 
 
 def test_the_sources_are_all_looked_at() -> None:
     names = {path.relative_to(PACKAGE).as_posix() for path in SOURCES}
-    assert {"cli.py", "simulator/cost.py", "runner/compute/checkpoint.py", "policies/rra.py"} <= names
+    assert {"cli.py", "simulator/cost.py", "runner/compute/weights/checkpoint.py", "policies/rra.py"} <= names
 
 
 @pytest.mark.parametrize(

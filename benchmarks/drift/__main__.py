@@ -30,7 +30,7 @@ from benchmarks.drift.figures import AHEAD, Served, figures_of
 from benchmarks.drift.predicted import play_predicted
 from benchmarks.lib.record import write_record
 from exeplan.core.bounds import Bound
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan, save_plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Schedule
@@ -40,7 +40,7 @@ from exeplan.planner.choice.optimize import optimize, resolve_policies
 from exeplan.planner.load_problem import read_plan
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.reports.tables import table
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.ipc.messages import EngineSetup, Prompt, Sampling

@@ -10,12 +10,12 @@ import numpy as np
 
 from benchmarks.drift.figures import AHEAD, Served
 from exeplan.core.batch import BLOCK_SIZE, Batch
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.drift.state import Rules
 from exeplan.drift.watch import Watch
 from exeplan.planner.load_problem import plan_problem
-from exeplan.runner.compute.sampling import SampledToken, SamplingParams
+from exeplan.runner.compute.tokens.sampling import SampledToken, SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import BatchDone, sampled_requests
 from exeplan.simulator.cost import CostModel

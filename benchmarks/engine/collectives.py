@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lib.record import write_record
-from exeplan.runner.compute.shard import Group
+from exeplan.runner.compute.weights.shard import Group
 from exeplan.runner.ipc.collectives import DistributedGroup, SharedBuffer, SharedMemoryGroup, group_bytes
 
 SIZES = (4 << 10, 64 << 10, 1 << 20)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.record import write_record
-from exeplan.kernels.linear import Linear
+from exeplan.kernels.products.linear import Linear
 from exeplan.kernels.select import REFERENCE
-from exeplan.runner.compute.experts import Experts, Router, Routing
-from exeplan.runner.compute.layers import MLP
+from exeplan.runner.compute.blocks.experts import Experts, Router, Routing
+from exeplan.runner.compute.blocks.layers import MLP
 
 SHAPES = {"few wide": (8, 2, 512, 768), "middle": (32, 4, 512, 256), "many narrow": (128, 8, 512, 192)}
 """Experts, of a token, hidden size and width: Mixtral's and Qwen3's proportions."""

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from exeplan.core.batch import SequenceState, num_blocks_for
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Schedule
-from exeplan.kernels.attention import CachedRows, decode_attention
-from exeplan.runner.compute.kv_cache import KVCache
-from exeplan.runner.compute.residents import Residents
+from exeplan.kernels.attention.plain import CachedRows, decode_attention
+from exeplan.runner.compute.passes.kv_cache import KVCache
+from exeplan.runner.compute.passes.residents import Residents
 from exeplan.scheduling.scheduler import Scheduler
 
 SPEC = replace(load_model_spec("demo"), num_layers=8, num_heads=8, num_kv_heads=8, head_dim=64, hidden_size=512)

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exeplan.core.batch import Batch
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.distributed.multiprocess_executor import MultiprocessExecutor
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import BatchDone, KVArrived

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from benchmarks.lib.record import write_record
 from exeplan.kernels import native
-from exeplan.kernels.attention import CachedRows, decode_attention
-from exeplan.kernels.int_linear import IntLinear
-from exeplan.kernels.linear import Linear
+from exeplan.kernels.attention.plain import CachedRows, decode_attention
+from exeplan.kernels.products.int_linear import IntLinear
+from exeplan.kernels.products.linear import Linear
 from exeplan.planner.reports.tables import table
 from exeplan.runner.compute.host_allocator import in_huge_pages
 

@@ -127,10 +127,10 @@ def run_exeplan(folder: Path, checkpoint: str, dtype: str, output: Path) -> dict
     import torch
 
     from exeplan.core.batch import Batch, SequenceState
-    from exeplan.core.model import load_model_spec
+    from exeplan.core.models.model import load_model_spec
     from exeplan.core.schedule import Schedule
     from exeplan.runner.compute.model_runner import ModelRunner
-    from exeplan.runner.compute.sampling import SamplingParams
+    from exeplan.runner.compute.tokens.sampling import SamplingParams
     from exeplan.runner.engine.engine import Engine, Request
     from exeplan.runner.engine.executor import InProcessExecutor
     from exeplan.runner.engine_process.build import warm_up

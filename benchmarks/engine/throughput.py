@@ -83,10 +83,10 @@ def make_checkpoint(folder: str, shape: str) -> None:
 
 
 def run_exeplan(folder: str, work: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
-    from exeplan.core.model import load_model_spec
+    from exeplan.core.models.model import load_model_spec
     from exeplan.core.schedule import Schedule
     from exeplan.runner.compute.model_runner import ModelRunner
-    from exeplan.runner.compute.sampling import SamplingParams
+    from exeplan.runner.compute.tokens.sampling import SamplingParams
     from exeplan.runner.engine.engine import Engine, Request
     from exeplan.runner.engine.executor import InProcessExecutor
     from exeplan.runner.engine_process.build import warm_up

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from benchmarks.lib.record import write_record
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.planner.reports.tables import table
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.weights.shard import Shard
 
 REQUESTS = (2, 8, 32)
 PROMPT, PASSES = 40, 40

@@ -23,8 +23,8 @@ from benchmarks.lib.record import write_record
 from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
-from exeplan.core.metrics import summarize
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
+from exeplan.core.runs.metrics import summarize
 from exeplan.core.schedule import Schedule
 from exeplan.planner.choice.search_space import Variant, variants
 from exeplan.planner.problems.problem import Problem, make_problem

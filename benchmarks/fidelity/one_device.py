@@ -34,7 +34,7 @@ from scipy.stats import binomtest, kendalltau
 from benchmarks.lib.record import write_record
 from benchmarks.service.serving import served
 from exeplan.core.bounds import Bound
-from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.models.model import ModelSpec, load_model_spec
 from exeplan.core.plan import Plan, save_plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Schedule

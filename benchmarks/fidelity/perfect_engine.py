@@ -5,7 +5,7 @@ the truth, by policy and length of the run.
         [--workload alpaca] [--profile FILE] [--out FILE]
 
 A replay is an engine that takes exactly the predicted time, so that whatever a short run of it shows wrongly is the
-fault of the estimators (`exeplan/core/estimators.py`). The demo model on one core of the generic CPU's datasheet,
+fault of the estimators (`exeplan/core/runs/estimators.py`). The demo model on one core of the generic CPU's datasheet,
 planned for each policy under the demo's bound, four times what one request alone needs; policies with separate stages
 have two cores and eight times that. Each run has the requests of `exeplan demo` and `bench` of that duration, drawn
 with a seed of its own.
@@ -31,10 +31,10 @@ import numpy as np
 from benchmarks.lib.record import write_record
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
-from exeplan.core.metrics import summarize
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, load_profile
+from exeplan.core.runs.metrics import summarize
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import fitted

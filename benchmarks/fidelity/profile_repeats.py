@@ -21,9 +21,9 @@ from typing import Any
 
 from benchmarks.fidelity.one_device import WORKLOADS, plans_of
 from benchmarks.lib.record import write_record
-from exeplan.core.machine_speed import slowness_between
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile, load_profile
+from exeplan.core.runs.machine_speed import slowness_between
 from exeplan.planner.choice.optimize import resolve_policies
 from exeplan.planner.load_problem import fitted, profile_for
 from exeplan.planner.problems.problem import make_problem

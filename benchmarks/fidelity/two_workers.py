@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.fidelity.bench_runs import profiled, report, run_rounds
 from exeplan.core.bounds import Bound
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Placement, Stage

@@ -8,10 +8,10 @@ import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 
 from benchmarks.gpu.setting import Case, Setting
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.kernels.fp8_linear import multiplies_fp8
-from exeplan.kernels.online_softmax import DistanceBias, PagedKV
-from exeplan.kernels.slot_attention import Slots
-from exeplan.kernels.spans import Span, Spans
+from exeplan.kernels.attention.online_softmax import DistanceBias, PagedKV
+from exeplan.kernels.attention.slot_attention import Slots
+from exeplan.kernels.attention.spans import Span, Spans
+from exeplan.kernels.products.fp8_linear import multiplies_fp8
 
 
 def attention_cases(setting: Setting) -> Iterator[Case]:

@@ -32,8 +32,9 @@ from benchmarks.gpu import kernels as gpu_kernels  # noqa: E402
 from benchmarks.gpu.attention import attention_cases  # noqa: E402
 from benchmarks.gpu.setting import Case, Setting  # noqa: E402
 from benchmarks.lib.record import write_record  # noqa: E402
-from exeplan.core.model import load_model_spec  # noqa: E402
-from exeplan.kernels import language, paged_attention  # noqa: E402
+from exeplan.core.models.model import load_model_spec  # noqa: E402
+from exeplan.kernels import language  # noqa: E402
+from exeplan.kernels.attention import paged_attention  # noqa: E402
 from exeplan.kernels.select import TRITON, Kernels  # noqa: E402
 from exeplan.planner.reports.tables import table  # noqa: E402
 from exeplan.profiler.datasheets.datasheet import load_datasheet  # noqa: E402

@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 
 from benchmarks.gpu.attention import against_flex, attention_cases
 from benchmarks.gpu.setting import Case, Clock, Section, Setting, give_back, num_sets, seconds_of
-from exeplan.kernels.fp8_linear import Fp8Linear, multiplies_fp8
-from exeplan.kernels.linear import Linear
+from exeplan.kernels.products.fp8_linear import Fp8Linear, multiplies_fp8
+from exeplan.kernels.products.linear import Linear
 from exeplan.kernels.select import REFERENCE
 
 _EPS = 1e-5

@@ -13,12 +13,12 @@ import torch
 
 from benchmarks.gpu.setting import Clock, Section, Setting, seconds_as_it_comes
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.layer_costs import layer_parameters
+from exeplan.core.models.layer_costs import layer_parameters
 from exeplan.core.schedule import Schedule
 from exeplan.profiler.measuring.captured_decode import captured_executor, recorded, replay_seconds
 from exeplan.profiler.measuring.device import synchronize
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.compute.warm_up import tune_kernels
 from exeplan.runner.engine.engine import Engine, Request
 

@@ -26,7 +26,7 @@ from exeplan.core.batch import num_blocks_for
 from exeplan.core.schedule import Schedule
 from exeplan.profiler.measuring.device import synchronize
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.compute.warm_up import warm_up_runner
 from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Request

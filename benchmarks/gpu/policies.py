@@ -19,10 +19,10 @@ import torch
 from benchmarks.gpu.setting import Clock, Section, Setting, give_back
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.bounds import Bound
-from exeplan.core.metrics import summarize
-from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.models.model import ModelSpec, load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, load_profile
+from exeplan.core.runs.metrics import summarize
 from exeplan.core.schedule import Estimate
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.optimize import optimize

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from exeplan.core.model import ModelSpec, load_model_spec, model_spec
+from exeplan.core.models.model import ModelSpec, load_model_spec, model_spec
 from exeplan.kernels.select import REFERENCE, Kernels, kernels_for
 from exeplan.profiler.measuring.captured_decode import replay_seconds
 from exeplan.profiler.measuring.device import cache_bytes, synchronize
-from exeplan.runner.compute.graph_capture import GraphCapturer
+from exeplan.runner.compute.passes.graph_capture import GraphCapturer
 
 _MOST_SETS = 16
 TOY = {

@@ -23,7 +23,7 @@ from benchmarks.paper.systems import on_whole_machines
 from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.policies.interface import Cycle

@@ -18,8 +18,8 @@ from benchmarks.paper.claims import Claim, Part
 from benchmarks.paper.setting import GPT3_39B, OPT_13B, Deployment, Settings, bounded, problem_of
 from benchmarks.paper.systems import bounds, fastest, on_whole_machines, searched, static_point, static_points
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.metrics import summarize
 from exeplan.core.plan import Plan
+from exeplan.core.runs.metrics import summarize
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import fitted

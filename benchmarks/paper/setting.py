@@ -11,7 +11,7 @@ from pathlib import Path
 
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import load_profile
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.policies import policy_names

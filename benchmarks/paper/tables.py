@@ -28,8 +28,8 @@ from benchmarks.paper.setting import (
 )
 from benchmarks.paper.systems import Point, bounds, on_whole_machines, static_points
 from exeplan.arrays import Floats
-from exeplan.core.layer_costs import model_parameters
-from exeplan.core.model import DTYPE_BYTES
+from exeplan.core.models.layer_costs import model_parameters
+from exeplan.core.models.model import DTYPE_BYTES
 from exeplan.core.schedule import Schedule
 from exeplan.planner.problems.balance_stages import Balance
 from exeplan.planner.problems.layouts import Layout

@@ -27,7 +27,7 @@ from benchmarks.tcb.load import MEAN, Load, lengths, poisson
 from benchmarks.tcb.orders import Setting, earned
 from benchmarks.tcb.serve import ROW_TOKENS, ROWS, systems
 from exeplan.core.bounds import Bound
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet

@@ -16,7 +16,7 @@ from benchmarks.paper.setting import DTYPE, Settings
 from benchmarks.paper.systems import on_whole_machines
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible

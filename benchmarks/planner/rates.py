@@ -34,8 +34,8 @@ from benchmarks.lib.record import write_record
 from benchmarks.planner.event_simulation import SIMULATED, simulate
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
-from exeplan.core.metrics import summarize
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
+from exeplan.core.runs.metrics import summarize
 from exeplan.core.schedule import Estimate, Placement, Schedule, Stage
 from exeplan.errors import Infeasible
 from exeplan.planner.problems.problem import Problem, make_problem

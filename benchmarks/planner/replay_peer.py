@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from exeplan.core.batch import Batch, Chunk, SequenceState
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.simulator.cost import CostModel
 from exeplan.workload.length_law import Ints
 

@@ -30,8 +30,8 @@ from typing import Any
 from benchmarks.lib.record import write_record
 from benchmarks.planner import replay_peer
 from exeplan.core.cluster import load_cluster
-from exeplan.core.metrics import summarize
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
+from exeplan.core.runs.metrics import summarize
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.planner.reports.tables import table
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links

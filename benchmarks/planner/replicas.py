@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.lib.record import write_record
 from exeplan.core.bounds import Bound, utilizations
 from exeplan.core.cluster import Cluster, load_cluster
-from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.models.model import ModelSpec, load_model_spec
 from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.optimize import optimize, resolve_policies

@@ -41,7 +41,7 @@ from benchmarks.silicon.rows import (
     tight_bounds,
 )
 from exeplan.core.bounds import Bound, utilizations
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
 from exeplan.planner.margins.deployments import Deployment, deployment_law, errors_of

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.lib.record import write_record
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.planner.choice.search_space import search_variants
 from exeplan.planner.problems.problem import make_problem
 from exeplan.planner.reports.tables import table

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.lib.record import write_record
 from exeplan.core.bounds import Bound
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, Placement, Schedule, Stage
 from exeplan.errors import InputError

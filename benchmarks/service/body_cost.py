@@ -3,7 +3,7 @@
 Every body is made for one field or one way to be expensive, at three sizes up to the largest that the server reads.
 `growth` is the cost a byte of the largest over that of the smallest: 1 where the cost is linear, less where a limit is
 passed. One above 2 is no rule: the small body may be refused at its first item, and the large one only counted.
-Not here: the time of template and tokenizer, which `runner/server/readers.py` limits.
+Not here: the time of template and tokenizer, which `runner/server/network/readers.py` limits.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.lib.record import write_record
-from exeplan.runner.server.connection import MAX_BODY_BYTES
+from exeplan.runner.server.network.connection import MAX_BODY_BYTES
 from exeplan.runner.server.openai.chat_request import ChatRequest
 from exeplan.runner.server.openai.completion_request import CompletionRequest
 from exeplan.runner.server.openai.errors import RequestError

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.engine.tokenizer import Tokenizer
 

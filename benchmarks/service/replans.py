@@ -21,11 +21,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.lib.record import write_record
-from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.models.model import ModelSpec, load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.planner.reports.tables import table
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.ipc.messages import EngineSetup, Prompt, Sampling

@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.lib.record import write_record
-from exeplan.runner.compute.structures import compile_grammar
+from exeplan.runner.compute.tokens.structures import compile_grammar
 
 VOCABULARIES = (50_000, 128_000)
 _TRAINING_CHARS = 40_000_000

@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.lib.record import write_record
 from exeplan.arrays import Floats
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Stage
 from exeplan.planner.reports.tables import table

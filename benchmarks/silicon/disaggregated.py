@@ -29,7 +29,7 @@ from statistics import fmean, median
 from benchmarks.lib.record import write_record
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.cluster import Cluster, load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Sharding, Stage
 from exeplan.planner.problems.layouts import show_sharding
 from exeplan.planner.reports.tables import table

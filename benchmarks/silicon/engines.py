@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.silicon.rows import DEVICES, Prediction, Row
 from exeplan.arrays import Floats
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Stage
 from exeplan.policies.interface import Cycle

@@ -26,7 +26,7 @@ from benchmarks.lib.record import write_record
 from benchmarks.silicon.engines import DEVICES, predict, shipped_setting
 from benchmarks.silicon.left_out import deployment_name
 from benchmarks.silicon.rows import Pair, Prediction, Row, errors, read_rows
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Sharding, Stage
 from exeplan.planner.problems.layouts import show_sharding
 from exeplan.planner.reports.tables import table

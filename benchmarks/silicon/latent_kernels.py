@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.lib.record import write_record
 from benchmarks.silicon.rows import DEVICES
-from exeplan.core.model import DTYPE_BYTES, FP8, ModelSpec, load_model_spec
+from exeplan.core.models.model import DTYPE_BYTES, FP8, ModelSpec, load_model_spec
 from exeplan.files import shipped, write_text
 from exeplan.planner.reports.tables import table
 from exeplan.profiler.datasheets.datasheet import latent_projection_seconds, load_datasheet

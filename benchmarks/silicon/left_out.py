@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.silicon.engines import DEVICES, is_crowded, kernels, predict, shipped_setting
 from benchmarks.silicon.fit import Replays, settings_without
 from benchmarks.silicon.rows import Pair, Row
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Stage
 from exeplan.errors import InputError

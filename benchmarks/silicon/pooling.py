@@ -37,7 +37,7 @@ from benchmarks.silicon.pooled_fit import STRENGTHS, Sample, Strength, fitted_la
 from benchmarks.silicon.rows import Row, read_rows
 from exeplan.arrays import Floats
 from exeplan.core.correction import THETA, Correction
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.files import write_text
 from exeplan.planner.reports.tables import table

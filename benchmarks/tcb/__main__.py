@@ -18,7 +18,7 @@ from benchmarks.lib.record import write_record
 from benchmarks.tcb.orders import Setting, compare, overhead, settings, with_batch_times
 from benchmarks.tcb.serve import ROW_TOKENS, ROWS, best_of, from_backlogs, rising_rates
 from benchmarks.tcb.slots import speed_ups
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.planner.reports.tables import table
 from exeplan.runner.compute.model_runner import ModelRunner
 

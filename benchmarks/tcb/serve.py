@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.tcb.load import MEAN, Load, lengths, poisson
 from exeplan.core.schedule import Schedule
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor
 

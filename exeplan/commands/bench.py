@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from exeplan.core.metrics import RequestRecord
-    from exeplan.core.model import ModelSpec
+    from exeplan.core.models.model import ModelSpec
     from exeplan.core.plan import Plan
     from exeplan.core.profile import Profile
+    from exeplan.core.runs.metrics import RequestRecord
     from exeplan.core.schedule import Estimate
     from exeplan.runner.fidelity.pass_comparison import PassComparison
     from exeplan.runner.load import EngineRun, Load
@@ -107,8 +107,8 @@ def _bench_plan(args: argparse.Namespace) -> int:
     import math
 
     from exeplan.core.bounds import Bound
-    from exeplan.core.metrics import summarize
     from exeplan.core.plan import with_utilization
+    from exeplan.core.runs.metrics import summarize
     from exeplan.errors import InputError
     from exeplan.planner.load_problem import plan_model, plan_workload, read_plan
 
@@ -202,7 +202,7 @@ class _Client:
 
     @classmethod
     def of(cls, records: "list[RequestRecord]", server: "ServerRun | None") -> "_Client":
-        from exeplan.core.metrics import client_times
+        from exeplan.core.runs.metrics import client_times
 
         differing = server.disagreements(records) if server else []
         return cls(times=client_times(records), server=server, differing=differing)
@@ -229,7 +229,7 @@ def _one_thread(plan: "Plan") -> bool:
 
 
 def _why_no_reference(plan: "Plan") -> str:
-    from exeplan.core.machine_speed import why_none
+    from exeplan.core.runs.machine_speed import why_none
 
     return why_none(plan.device or "cpu") or "the profile has no reference passes; profile again"
 
@@ -359,7 +359,7 @@ def _play_url(
 
 
 def _bench_url_only(args: argparse.Namespace) -> int:
-    from exeplan.core.metrics import summarize
+    from exeplan.core.runs.metrics import summarize
     from exeplan.errors import InputError
     from exeplan.runner.load import served_model
     from exeplan.workload.files import load_workload
@@ -388,7 +388,7 @@ def _gaps(
 ) -> dict[str, float]:
     """Seconds of the longest time between two tokens of a request: as measured, in the replay, and the most that the
     plan's passes can take."""
-    from exeplan.core.metrics import Requests
+    from exeplan.core.runs.metrics import Requests
 
     seen = {"measured": measured, **({"replay": replay} if replay else {})}
     found = {name: Requests.of(requests).times.longest_gap() for name, requests in seen.items()}

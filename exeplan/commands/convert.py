@@ -45,7 +45,7 @@ def _csv(trace: "Trace") -> str:
 
 def _counter(model: str) -> "CountTokens":
     """Raises InputError for a model without a tokenizer."""
-    from exeplan.core.model import load_model_spec
+    from exeplan.core.models.model import load_model_spec
     from exeplan.errors import InputError
     from exeplan.extras import require
     from exeplan.runner.engine.tokenizer import Tokenizer

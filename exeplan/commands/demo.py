@@ -19,7 +19,7 @@ from exeplan.extras import SERVING, require
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from exeplan.core.model import ModelSpec
+    from exeplan.core.models.model import ModelSpec
     from exeplan.core.plan import Plan
     from exeplan.core.profile import Profile
     from exeplan.planner.plan_request import PlanRequest

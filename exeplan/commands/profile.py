@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from exeplan.core.model import ModelSpec
+    from exeplan.core.models.model import ModelSpec
     from exeplan.core.profile import Profile
     from exeplan.profiler.datasheets.engine_constants import EngineConstants
 
@@ -108,7 +108,7 @@ def _refuse(args: argparse.Namespace, *names: str, needed: str) -> None:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from exeplan.core.model import load_model_spec
+    from exeplan.core.models.model import load_model_spec
     from exeplan.errors import InputError
     from exeplan.extras import require
     from exeplan.progress import note
@@ -147,7 +147,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _measure_engine(args: argparse.Namespace) -> int:
-    from exeplan.core.model import load_model_spec
+    from exeplan.core.models.model import load_model_spec
     from exeplan.errors import InputError
     from exeplan.extras import require
     from exeplan.progress import note
@@ -259,7 +259,7 @@ def _sizes(text: str | None) -> tuple[int, ...] | None:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from exeplan.core.model import load_model_spec
+    from exeplan.core.models.model import load_model_spec
     from exeplan.errors import InputError
     from exeplan.profiler.datasheets.engine_constants import load_engine, with_engine
     from exeplan.profiler.importing import import_profile

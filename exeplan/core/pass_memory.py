@@ -5,7 +5,7 @@ A pass of T tokens holds, on each of n GPUs, hidden states (E values a token) an
     feed-forward   4 E + 2 I / n, gated 4 E + 3 I / n; gated on one GPU 3 E + 3 I: the last product adds to the residual
     its sum        5 E + I / n, where it is summed over GPUs
     attention      4 E + (2 Q + K) / n, of Q values of queries and K of keys and values
-    experts        6 E, and of some tokens at a time what their k experts add (`kernels/expert_products.py`)
+    experts        6 E, and of some tokens at a time what their k experts add (`kernels/products/expert_products.py`)
 
 and angles and indices. R rows have logits in float32 twice, with their log-probabilities; captured decode iterations
 keep theirs. Graphs themselves are given a share of the GPU. `tests/standins` holds all of it against the engine's own
@@ -16,7 +16,7 @@ Not here: quantized products, whose rows in 8 bits come and go; other engines, w
 
 from dataclasses import dataclass
 
-from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.models.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.schedule import Sharding
 
 GRAPHS_SHARE = 0.01

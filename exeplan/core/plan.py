@@ -13,7 +13,8 @@ from typing import Any
 
 from exeplan.core.bounds import MAX_ITL, Bound, check_together, is_deadline, percentile
 from exeplan.core.contract import check_types, is_number
-from exeplan.core.model import DTYPE_BYTES
+from exeplan.core.models.model import DTYPE_BYTES
+from exeplan.core.models.uneven_routing import check_uneven
 from exeplan.core.schedule import (
     BOUND_FIGURES,
     DEADLINE_FIGURES,
@@ -26,7 +27,6 @@ from exeplan.core.schedule import (
     Stage,
     moved,
 )
-from exeplan.core.uneven_routing import check_uneven
 from exeplan.errors import InputError
 from exeplan.extras import frame
 from exeplan.files import write_text

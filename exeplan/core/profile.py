@@ -43,9 +43,9 @@ from pathlib import Path
 from typing import Any
 
 from exeplan.core.correction import Correction, correction_from
-from exeplan.core.model import DTYPE_BYTES, ModelSpec, model_reference, model_reference_from, model_spec
+from exeplan.core.models.model import DTYPE_BYTES, ModelSpec, model_reference, model_reference_from, model_spec
+from exeplan.core.models.uneven_routing import check_uneven
 from exeplan.core.schedule import Sharding
-from exeplan.core.uneven_routing import check_uneven
 from exeplan.errors import InputError
 from exeplan.files import read_json, write_text
 

@@ -6,7 +6,7 @@ Not here: the difference itself (`plan_diff.py`).
 """
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.problems.problem import Problem

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from exeplan.errors import InputError
 
 if TYPE_CHECKING:
-    from exeplan.core.model import ModelSpec
+    from exeplan.core.models.model import ModelSpec
     from exeplan.core.plan import Plan
     from exeplan.export.interface import Export, Exporter
 
@@ -48,7 +48,7 @@ def engine_model(model: str) -> str:
 
     Raises InputError for a shipped model that is on the Hub under several ids or none.
     """
-    from exeplan.core.model import hub_ids
+    from exeplan.core.models.model import hub_ids
     from exeplan.files import shipped_names
 
     if model not in shipped_names("models"):

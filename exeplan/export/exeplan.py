@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from exeplan.core.cluster import load_cluster
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan, plan_yaml
 from exeplan.core.schedule import ReplicaGroup, needs_other_engine
 from exeplan.errors import InputError

@@ -15,7 +15,7 @@ Not here: chunks of prompts, pipelines and experts on several devices.
 
 from collections.abc import Iterator
 
-from exeplan.core.model import FP8, ModelSpec
+from exeplan.core.models.model import FP8, ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import ReplicaGroup
 from exeplan.errors import InputError

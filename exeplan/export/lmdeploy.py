@@ -16,7 +16,7 @@ Not here: its other engine (TurboMind); pipelines, which it has not; attention d
 
 from collections.abc import Iterator
 
-from exeplan.core.model import FP8, ModelSpec
+from exeplan.core.models.model import FP8, ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import ReplicaGroup, Schedule
 from exeplan.export.interface import Export

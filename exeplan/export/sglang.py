@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from exeplan.core.model import FP8, ModelSpec
+from exeplan.core.models.model import FP8, ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, ReplicaGroup, Schedule, servers
 from exeplan.export.interface import Export, Join, Router

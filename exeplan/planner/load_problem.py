@@ -10,7 +10,7 @@ from typing import Any
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, Link, load_cluster
-from exeplan.core.model import ModelSpec, load_model_spec, model_reference, model_reference_from
+from exeplan.core.models.model import ModelSpec, load_model_spec, model_reference, model_reference_from
 from exeplan.core.plan import Plan, parse_plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.queue_order import ORDERS

@@ -9,7 +9,7 @@ those that are there, so that idleness earns nothing. With one client the order 
 
 Source: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2 with weights (section 4.3).
 
-Not here: limits of what a client may queue (`runner/server/clients.py`), and the scheduler that asks
+Not here: limits of what a client may queue (`runner/server/network/clients.py`), and the scheduler that asks
 (`fair_scheduler.py`).
 """
 

@@ -13,7 +13,7 @@ With one client it is `Scheduler`, decision by decision: what was planned is wha
 
 Orders other than `fcfs`, and policies that pack by length, choose among the sequences offered.
 
-Not here: which client a request is from (`runner/server/clients.py`).
+Not here: which client a request is from (`runner/server/network/clients.py`).
 """
 
 import math

@@ -8,7 +8,7 @@ batch never takes less memory.
 
 from dataclasses import replace
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.pass_memory import LEAST_PASSES
 from exeplan.core.schedule import Schedule
 from exeplan.policies import pass_limits

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from exeplan.core.correction import Correction
-from exeplan.core.model import load_model_sizes, shipped_twin
+from exeplan.core.models.model import load_model_sizes, shipped_twin
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError

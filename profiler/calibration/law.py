@@ -16,7 +16,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.correction import THETA, Correction
-from exeplan.core.model import ModelSpec, shipped_twin
+from exeplan.core.models.model import ModelSpec, shipped_twin
 from exeplan.core.profile import Profile
 from exeplan.files import read_yaml, shipped
 from exeplan.profiler.calibration.pooled_effects import (

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exeplan.core.model import load_model_sizes
+from exeplan.core.models.model import load_model_sizes
 from exeplan.errors import InputError
 from exeplan.files import read_text
 from exeplan.profiler.calibration.serving_run import ServingRun

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from exeplan.core.cluster import Cluster
-from exeplan.core.layer_costs import embedding_parameters, layer_kv_bytes_per_token, model_parameters
-from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.models.layer_costs import embedding_parameters, layer_kv_bytes_per_token, model_parameters
+from exeplan.core.models.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.models.sparse_layers import Experts, LatentAttention
+from exeplan.core.models.uneven_routing import EVEN, busiest_part, routing_exponent
 from exeplan.core.pass_memory import DEFAULT_PASSES, GRAPHS_SHARE, passes_bytes
 from exeplan.core.profile import LINKS, Device, Measurement, Profile
 from exeplan.core.schedule import Sharding
-from exeplan.core.sparse_layers import Experts, LatentAttention
-from exeplan.core.uneven_routing import EVEN, busiest_part, routing_exponent
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
 from exeplan.profiler.datasheets.latent_kernels import Kernel, latent_attention_seconds, load_latent_kernels

@@ -46,7 +46,7 @@ from typing import Any
 
 import numpy as np
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import schedule_from
 from exeplan.core.profile import Device, Measurement, Profile
 from exeplan.core.schedule import Sharding

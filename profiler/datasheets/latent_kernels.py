@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.model import DTYPE_BYTES, FP8
-from exeplan.core.sparse_layers import LatentAttention
+from exeplan.core.models.model import DTYPE_BYTES, FP8
+from exeplan.core.models.sparse_layers import LatentAttention
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
 from exeplan.profiler.datasheets.roofline import Datasheet, latent_decode_seconds, prefill_attention_seconds

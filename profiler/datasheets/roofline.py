@@ -29,7 +29,7 @@ from math import ceil, log2, sqrt
 from typing import Any
 
 from exeplan.core.cluster import Link
-from exeplan.core.model import DTYPE_BYTES, FP8
+from exeplan.core.models.model import DTYPE_BYTES, FP8
 from exeplan.errors import InputError
 
 SHARE, RATE, SECONDS, SIZE, POWER = "share", "rate", "seconds", "size", "power"

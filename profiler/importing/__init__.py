@@ -15,10 +15,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from exeplan.core.layer_costs import layer_parameters
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.layer_costs import layer_parameters
+from exeplan.core.models.model import ModelSpec
+from exeplan.core.models.uneven_routing import EVEN
 from exeplan.core.profile import Measurement, Profile
-from exeplan.core.uneven_routing import EVEN
 from exeplan.errors import InputError
 from exeplan.files import shipped_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import Measurement
 from exeplan.errors import InputError
 from exeplan.profiler.datasheets.roofline import Datasheet, gemm_seconds

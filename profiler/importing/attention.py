@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import Measurement
 from exeplan.profiler.importing.imported_rows import ImportedRows, rounded, thinned
 

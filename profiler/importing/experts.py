@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.model import FP8, ModelSpec
-from exeplan.core.sparse_layers import Experts
-from exeplan.core.uneven_routing import routing_exponent
+from exeplan.core.models.model import FP8, ModelSpec
+from exeplan.core.models.sparse_layers import Experts
+from exeplan.core.models.uneven_routing import routing_exponent
 from exeplan.errors import InputError
 from exeplan.profiler.importing.tables import Table, numbers
 

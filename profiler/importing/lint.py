@@ -17,13 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from exeplan.core.layer_costs import (
+from exeplan.core.models.layer_costs import (
     layer_kv_bytes_per_token,
     layer_parameters,
     layer_parameters_read,
     layer_parameters_used,
 )
-from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.models.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import Device, Measurement
 from exeplan.errors import InputError
 from exeplan.profiler.importing.imported_rows import ImportedRows

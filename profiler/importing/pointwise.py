@@ -3,7 +3,7 @@
 They move bytes and hardly compute: the datasheet's `elementwise_latency` and `elementwise_efficiency` time them.
 """
 
-from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.models.model import DTYPE_BYTES, ModelSpec
 from exeplan.profiler.datasheets.roofline import Datasheet, elementwise_seconds
 
 _ELEMENT_BYTES = DTYPE_BYTES["bfloat16"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.models.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import Measurement
 from exeplan.errors import InputError
 from exeplan.profiler.datasheets.roofline import Datasheet

@@ -21,11 +21,11 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.machine_speed import MEDIAN_ERROR, MachineSpeed
 from exeplan.core.profile import Profile
+from exeplan.core.runs.machine_speed import MEDIAN_ERROR, MachineSpeed
 from exeplan.core.schedule import Schedule
 from exeplan.profiler.measuring.measure import Rig
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.engine import Request, StepRecord
 from exeplan.simulator.cost import CostModel
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from exeplan.core.machine_speed import MachineSpeed, levelled
-from exeplan.core.model import FP8
+from exeplan.core.models.model import FP8
 from exeplan.core.profile import COMPUTE_OPS, Measurement, Profile, save_profile
+from exeplan.core.runs.machine_speed import MachineSpeed, levelled
 from exeplan.profiler.measuring.calibrate import FEW_SLOTS, LATER_REQUESTS, BurstStep, burst, calibrate
 from exeplan.profiler.measuring.device import raise_ceilings, versions
 from exeplan.profiler.measuring.lint import lint
@@ -24,8 +24,8 @@ from exeplan.profiler.measuring.points import Point, Range, Work, first_rows, or
 from exeplan.profiler.measuring.refine import suggest, worst_error
 from exeplan.profiler.measuring.samples import resumed
 from exeplan.progress import Progress
-from exeplan.runner.compute.precision import activation_dtype
 from exeplan.runner.compute.reference_passes import EVERY_SECONDS, ReferencePasses, canonical_passes
+from exeplan.runner.compute.weights.precision import activation_dtype
 
 _GRID_SHARE = 0.6
 """Largest share of the budget for the coarse grid."""

@@ -5,8 +5,8 @@ alone. A part is the difference of two, so parts add up to the replayed whole, l
 capture would slow it. Replays run back to back as in the engine, over enough layers that weights, keys and values are
 not cached.
 
-On a CPU the captures are the stand-ins of `runner/compute/graph_capture.py`. Not here: prefills, which are not captured
-and are timed by `probe.py`.
+On a CPU the captures are the stand-ins of `runner/compute/passes/graph_capture.py`. Not here: prefills, which are not
+captured and are timed by `probe.py`.
 """
 
 import statistics
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from exeplan.core.batch import Batch, num_blocks_for
 from exeplan.profiler.measuring.device import synchronize
-from exeplan.runner.compute.decode_graphs import DecodeGraphs
-from exeplan.runner.compute.graph_capture import GraphCapturer
-from exeplan.runner.compute.layers import AttentionShape, Layer, Model
+from exeplan.runner.compute.blocks.layers import AttentionShape, Layer, Model
 from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.passes.decode_graphs import DecodeGraphs
+from exeplan.runner.compute.passes.graph_capture import GraphCapturer
 from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine
 

@@ -22,7 +22,7 @@ from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Schedule
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.engine.tokenizer import Tokenizer

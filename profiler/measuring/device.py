@@ -20,8 +20,8 @@ import torch
 from exeplan.core.profile import Device
 from exeplan.errors import InputError
 from exeplan.kernels import native
-from exeplan.kernels.fp8_linear import Fp8Linear
-from exeplan.kernels.linear import Linear
+from exeplan.kernels.products.fp8_linear import Fp8Linear
+from exeplan.kernels.products.linear import Linear
 from exeplan.version import __version__
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

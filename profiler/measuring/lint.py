@@ -15,8 +15,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from exeplan.core.layer_costs import layer_parameters, layer_parameters_used
-from exeplan.core.model import DTYPE_BYTES
+from exeplan.core.models.layer_costs import layer_parameters, layer_parameters_used
+from exeplan.core.models.model import DTYPE_BYTES
 from exeplan.core.profile import Measurement, Profile
 
 _RATE_TOLERANCE = 1.15

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, num_blocks_for
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE
 from exeplan.policies import load_policy
@@ -32,10 +32,10 @@ from exeplan.profiler.measuring.probe import PassTimes, Probe
 from exeplan.profiler.measuring.samples import Key
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.reference_passes import timed_sequence
-from exeplan.runner.compute.sampling import GREEDY, SampledToken, SamplingInput, SamplingParams, sample
-from exeplan.runner.compute.shard import ALONE, Group, whole
-from exeplan.runner.compute.structures import Masks
+from exeplan.runner.compute.tokens.sampling import GREEDY, SampledToken, SamplingInput, SamplingParams, sample
+from exeplan.runner.compute.tokens.structures import Masks
 from exeplan.runner.compute.warm_up import tune_kernels
+from exeplan.runner.compute.weights.shard import ALONE, Group, whole
 from exeplan.runner.engine import executor as execution
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor

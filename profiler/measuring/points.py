@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
-from exeplan.core.layer_costs import layer_parameters, layer_parameters_read, layer_parameters_used
-from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.models.layer_costs import layer_parameters, layer_parameters_read, layer_parameters_used
+from exeplan.core.models.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import Device
 
 _ENGINE_PROMPT = 32

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from exeplan.profiler.measuring.device import synchronize
-from exeplan.runner.compute.encoder import EncoderDecoderModel
-from exeplan.runner.compute.layers import Attend, AttentionShape, Layer, Model
-from exeplan.runner.compute.rotary import Angles
+from exeplan.runner.compute.blocks.encoder import EncoderDecoderModel
+from exeplan.runner.compute.blocks.layers import Attend, AttentionShape, Layer, Model
+from exeplan.runner.compute.blocks.rotary import Angles
 
 Clock = Callable[[], Any]
 

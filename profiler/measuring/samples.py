@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from exeplan.core.machine_speed import MachineSpeed
 from exeplan.core.profile import COMPUTE_OPS, Measurement
+from exeplan.core.runs.machine_speed import MachineSpeed
 
 Key = tuple[str, str, int, int, int]
 """op, phase, num_seqs, num_tokens, context_tokens; op `layer` is attention and rest together."""

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Measurement
 from exeplan.core.schedule import Schedule
 from exeplan.planner.problems.layouts import placed
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.timeline import read_events
 from exeplan.runner.engine_process.build import build_engine, engine_setup

@@ -29,15 +29,15 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined] # it is not in their __all__
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.layer_costs import activation_bytes
+from exeplan.core.models.layer_costs import activation_bytes
 from exeplan.core.profile import Measurement
 from exeplan.core.schedule import Stage
 from exeplan.profiler.measuring.device import synchronize
 from exeplan.profiler.multi_device.rank_job import RankJob
-from exeplan.runner.compute.graph_capture import CapturedFunction, GraphCapturer
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.precision import activation_dtype
-from exeplan.runner.compute.shard import Group, Shard
+from exeplan.runner.compute.passes.graph_capture import CapturedFunction, GraphCapturer
+from exeplan.runner.compute.weights.precision import activation_dtype
+from exeplan.runner.compute.weights.shard import Group, Shard
 from exeplan.runner.distributed.links import seat_of, tensor_parallel_group
 from exeplan.runner.distributed.shared_link import LINK_BYTES, SharedMemoryLink
 from exeplan.runner.ipc.collectives import SharedBuffer, group_bytes, shared_memory_works

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import Measurement, Profile, save_profile
 from exeplan.errors import InputError
 from exeplan.profiler.measuring.campaign import Goal, measured_points, num_copies

@@ -5,7 +5,7 @@ Not here: how they time it (`links.py`).
 
 from dataclasses import dataclass
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

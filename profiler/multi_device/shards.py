@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import Measurement
 from exeplan.errors import InputError
 from exeplan.profiler.measuring.campaign import visit_seconds
 from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.points import Point, Range, Work, first_rows, order
 from exeplan.profiler.measuring.samples import Samples
-from exeplan.runner.compute.experts import Experts
+from exeplan.runner.compute.blocks.experts import Experts
 from exeplan.runner.compute.reference_passes import ReferencePasses
-from exeplan.runner.compute.shard import head_ranges, inner_range, inner_widths
+from exeplan.runner.compute.weights.shard import head_ranges, inner_range, inner_widths
 
 _VISITS = 5
 """Visits of each point, if time allows."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Measurement, Profile
 from exeplan.core.schedule import Placement, Schedule

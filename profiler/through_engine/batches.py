@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 
 _STEPS = 12
 """Successive decode passes that are timed together."""

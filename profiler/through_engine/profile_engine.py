@@ -11,8 +11,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from exeplan.core.layer_costs import model_parameters
-from exeplan.core.model import DTYPE_BYTES, FP8, ModelSpec
+from exeplan.core.models.layer_costs import model_parameters
+from exeplan.core.models.model import DTYPE_BYTES, FP8, ModelSpec
 from exeplan.core.profile import Profile, save_profile
 from exeplan.errors import InputError
 from exeplan.profiler.measuring.device import available_memory, check_device, measure_device, versions
@@ -20,7 +20,7 @@ from exeplan.profiler.through_engine.batches import Batch, DecodeBatch, PrefillB
 from exeplan.profiler.through_engine.decompose import Timed, rows_of
 from exeplan.profiler.through_engine.driver import EngineDriver
 from exeplan.progress import Progress
-from exeplan.runner.compute.precision import activation_dtype
+from exeplan.runner.compute.weights.precision import activation_dtype
 
 ENGINES = ("vllm",)
 _SEQS = {"cpu": 32, "cuda": 256}

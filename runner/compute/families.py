@@ -10,14 +10,14 @@ from types import ModuleType
 
 import torch
 
-from exeplan.core.model import FP8, ModelSpec
-from exeplan.core.sparse_layers import RUN_SPARSE
+from exeplan.core.models.model import FP8, ModelSpec
+from exeplan.core.models.sparse_layers import RUN_SPARSE
 from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels
-from exeplan.runner.compute.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
-from exeplan.runner.compute.layers import Model
-from exeplan.runner.compute.precision import activation_dtype
-from exeplan.runner.compute.shard import Shard, whole
+from exeplan.runner.compute.blocks.layers import Model
+from exeplan.runner.compute.weights.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
+from exeplan.runner.compute.weights.precision import activation_dtype
+from exeplan.runner.compute.weights.shard import Shard, whole
 from exeplan.units import show_bytes
 
 CPU_ONLY = {"deepseek_v2": "latent attention", "gpt_oss": "attention with sinks"}

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState, num_blocks_for
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.pass_memory import GRAPHS_SHARE, LEAST_PASSES, captured_logits_bytes
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError

@@ -1,7 +1,7 @@
 """ModelRunner: a model with its weights and KV cache on one device; turns a batch into logits.
 
 Not here: which batch runs next (`exeplan.scheduling.scheduler`), and how a token is sampled from logits
-(`runner/compute/sampling.py`).
+(`runner/compute/tokens/sampling.py`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,25 +14,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from exeplan.core.batch import Batch, Chunk, Packing, SequenceState, num_blocks_for
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.errors import InputError
 from exeplan.kernels import native
-from exeplan.kernels.linear import prepacks
+from exeplan.kernels.products.linear import prepacks
 from exeplan.kernels.select import Kernels, kernels_for
-from exeplan.runner.compute.checkpoint import OnRead
-from exeplan.runner.compute.decode_graphs import DecodeGraphs
-from exeplan.runner.compute.encoder import EncoderDecoderModel, EncoderStep, num_encoder_tokens
+from exeplan.runner.compute.blocks.encoder import EncoderDecoderModel, EncoderStep, num_encoder_tokens
 from exeplan.runner.compute.families import CPU_ONLY, load_model
 from exeplan.runner.compute.host_allocator import give_back, keep_freed_memory
-from exeplan.runner.compute.kv_cache import KVCache
-from exeplan.runner.compute.packed_step import PackedRows, PackedStep, one_a_row
-from exeplan.runner.compute.paged_step import PagedStep, Singles, block_table, singles_of
-from exeplan.runner.compute.precision import activation_dtype, cache_dtype, held_bits
-from exeplan.runner.compute.prompt_logprobs import PromptPart, ReportedSpan, report_prompts
-from exeplan.runner.compute.residents import Residents
-from exeplan.runner.compute.row_buckets import RowBucket
-from exeplan.runner.compute.shard import Shard, whole
-from exeplan.runner.compute.step import Step, StepSequence
+from exeplan.runner.compute.passes.decode_graphs import DecodeGraphs
+from exeplan.runner.compute.passes.kv_cache import KVCache
+from exeplan.runner.compute.passes.packed_step import PackedRows, PackedStep, one_a_row
+from exeplan.runner.compute.passes.paged_step import PagedStep, Singles, block_table, singles_of
+from exeplan.runner.compute.passes.residents import Residents
+from exeplan.runner.compute.passes.row_buckets import RowBucket
+from exeplan.runner.compute.passes.step import Step, StepSequence
+from exeplan.runner.compute.tokens.prompt_logprobs import PromptPart, ReportedSpan, report_prompts
+from exeplan.runner.compute.weights.checkpoint import OnRead
+from exeplan.runner.compute.weights.precision import activation_dtype, cache_dtype, held_bits
+from exeplan.runner.compute.weights.shard import Shard, whole
 
 PREV_TOKENS = 1024
 """Tokens of a pass that are kept on the device for the next one, unless graphs of larger batches are captured."""

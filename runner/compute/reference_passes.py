@@ -13,13 +13,13 @@ from typing import Protocol
 import torch
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.machine_speed import MachineSpeed, SpeedSample
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import ReferencePass
-from exeplan.runner.compute.kv_cache import KVCache
-from exeplan.runner.compute.layers import Model
+from exeplan.core.runs.machine_speed import MachineSpeed, SpeedSample
+from exeplan.runner.compute.blocks.layers import Model
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.shard import whole
+from exeplan.runner.compute.passes.kv_cache import KVCache
+from exeplan.runner.compute.weights.shard import whole
 
 EVERY_SECONDS = 0.25
 _MOST_COST = 0.2

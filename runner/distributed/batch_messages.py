@@ -10,7 +10,7 @@ from dataclasses import asdict
 import msgspec
 
 from exeplan.core.batch import Batch
-from exeplan.runner.compute.sampling import SampledToken, SamplingParams
+from exeplan.runner.compute.tokens.sampling import SampledToken, SamplingParams
 from exeplan.runner.engine.kv_regions import KVRegion
 from exeplan.runner.engine.requests import RequestState, as_requests
 from exeplan.runner.ipc.messages import (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from exeplan.core.schedule import Placement, Schedule
 from exeplan.runner.compute.model_runner import PREV_TOKENS, ModelRunner
-from exeplan.runner.compute.shard import Group
+from exeplan.runner.compute.weights.shard import Group
 from exeplan.runner.distributed.links import Seat, neighbours, stage_ranks
 from exeplan.runner.engine.requests import RequestState
 from exeplan.scheduling.largest_passes import captured_rows

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from exeplan.core.handover import pieces
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.schedule import Placement, Stage
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.distributed.links import Seat, sources, stage_ranks

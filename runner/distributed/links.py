@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # it is not in their __all__
 
 from exeplan.core.schedule import Placement
-from exeplan.runner.compute.shard import ALONE, Group
+from exeplan.runner.compute.weights.shard import ALONE, Group
 from exeplan.runner.distributed.shared_link import SharedMemoryLink
 from exeplan.runner.ipc.addresses import interface_of, is_loopback
 from exeplan.runner.ipc.collectives import DistributedGroup, SharedMemoryGroup

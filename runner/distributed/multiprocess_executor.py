@@ -19,12 +19,12 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from exeplan.core.batch import Batch
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import ReferencePass
 from exeplan.progress import OnProgress, no_progress
 from exeplan.runner.compute.kv_budget import KVBudget
-from exeplan.runner.compute.loading_bar import LoadingBar
 from exeplan.runner.compute.reference_passes import RepeatedPasses
+from exeplan.runner.compute.weights.loading_bar import LoadingBar
 from exeplan.runner.distributed.batch_messages import (
     batch_message,
     beginning,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from exeplan.core.hub import cached_snapshot, is_hub_id
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.hub import cached_snapshot, is_hub_id
+from exeplan.core.models.model import load_model_spec
 from exeplan.errors import InputError
 from exeplan.runner.distributed.launcher import ForkedWorker, LocalLauncher, start_fork_server
 from exeplan.runner.ipc.child_process import WATCH_SECONDS

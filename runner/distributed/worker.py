@@ -26,21 +26,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exeplan.core.batch import Batch, num_blocks_for
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import ReferencePass
 from exeplan.errors import InputError
+from exeplan.runner.compute.blocks.encoder import num_encoder_tokens
 from exeplan.runner.compute.device import local_device
-from exeplan.runner.compute.device_sampling import DeviceSamples, sample_on_device
-from exeplan.runner.compute.encoder import num_encoder_tokens
 from exeplan.runner.compute.gpu_memory import measure_kv_budget
-from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.precision import check_precision
+from exeplan.runner.compute.passes.kv_cache import KVCache
 from exeplan.runner.compute.reference_passes import ReferencePasses, with_own_weights
-from exeplan.runner.compute.sampling import sample
-from exeplan.runner.compute.shard import Shard
-from exeplan.runner.compute.structures import Masks, Structures
+from exeplan.runner.compute.tokens.device_sampling import DeviceSamples, sample_on_device
+from exeplan.runner.compute.tokens.sampling import sample
+from exeplan.runner.compute.tokens.structures import Masks, Structures
 from exeplan.runner.compute.warm_up import warm_up_runner
+from exeplan.runner.compute.weights.precision import check_precision
+from exeplan.runner.compute.weights.shard import Shard
 from exeplan.runner.distributed.batch_messages import Mirror, token_messages
 from exeplan.runner.distributed.completion import Completion
 from exeplan.runner.distributed.fed_tokens import FedTokens

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.core.schedule import Placement
 from exeplan.errors import InputError
 from exeplan.runner.compute.kv_budget import KVBudget, smallest_budget

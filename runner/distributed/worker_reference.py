@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import Protocol
 
-from exeplan.core.machine_speed import MachineSpeed, SpeedSample
 from exeplan.core.profile import ReferencePass
+from exeplan.core.runs.machine_speed import MachineSpeed, SpeedSample
 from exeplan.runner.compute.reference_passes import EVERY_SECONDS
 from exeplan.runner.ipc.messages import ReferenceRan
 

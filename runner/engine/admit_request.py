@@ -6,9 +6,9 @@ Nothing else changes meanwhile, so that a defect, or memory that is lacking, is 
 import secrets
 from collections.abc import Sequence
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.errors import InputError
-from exeplan.runner.compute.sampling import check_token_ids
+from exeplan.runner.compute.tokens.sampling import check_token_ids
 from exeplan.runner.engine.requests import Request, RequestState
 from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.engine.tokenizer import Tokenizer, decoder_start_token_id

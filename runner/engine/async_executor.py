@@ -19,12 +19,12 @@ from torch import Tensor
 
 from exeplan.core.batch import Batch
 from exeplan.core.profile import ReferencePass
-from exeplan.runner.compute.device_sampling import DeviceSamples, sample_on_device
 from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.reference_passes import RepeatedPasses
-from exeplan.runner.compute.sampling import SampledToken
-from exeplan.runner.compute.structures import Masks
+from exeplan.runner.compute.tokens.device_sampling import DeviceSamples, sample_on_device
+from exeplan.runner.compute.tokens.sampling import SampledToken
+from exeplan.runner.compute.tokens.structures import Masks
 from exeplan.runner.engine.executor import (
     BatchDone,
     SingleDevice,

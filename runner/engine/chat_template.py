@@ -110,8 +110,8 @@ def tool_format(source: str) -> str | None:
 
     `hermes` (Hermes, Qwen 2.5, Qwen 3), `qwen3_coder`, `glm45` (GLM 4.5 to 4.7), `mistral` (a list, as up to Mistral
     Small 3.1), `mistral_v11` (a name before its arguments, as from Mistral Small 3.2), `deepseek_v3` (V3, R1),
-    `deepseek_v31`, `harmony` (gpt-oss), and `llama3_json` (Llama 3.1 to 3.3): `runner/server/tool_calls.py` says how
-    each is written.
+    `deepseek_v31`, `harmony` (gpt-oss), and `llama3_json` (Llama 3.1 to 3.3):
+    `runner/server/openai/tool_calls.py` says how each is written.
     """
     return next((name for name, words in _TOOL_WORDS if all(word in source for word in words)), None)
 

@@ -26,10 +26,10 @@ from exeplan.drift.length_monitor import MOST_KEPT
 from exeplan.drift.state import RequestLengths
 from exeplan.errors import InputError
 from exeplan.policies import pass_limits
-from exeplan.runner.compute.device_sampling import needs_tokens
 from exeplan.runner.compute.kv_budget import pass_limit
 from exeplan.runner.compute.reference_passes import RepeatedPasses
-from exeplan.runner.compute.sampling import GREEDY, SampledToken
+from exeplan.runner.compute.tokens.device_sampling import needs_tokens
+from exeplan.runner.compute.tokens.sampling import GREEDY, SampledToken
 from exeplan.runner.engine.admit_request import admit_request
 from exeplan.runner.engine.executor import (
     BatchDone,

@@ -13,13 +13,13 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from exeplan.core.batch import Batch
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import ReferencePass
 from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.reference_passes import ReferencePasses, RepeatedPasses
-from exeplan.runner.compute.sampling import SampledToken, sample
-from exeplan.runner.compute.structures import Masks, Structures
+from exeplan.runner.compute.tokens.sampling import SampledToken, sample
+from exeplan.runner.compute.tokens.structures import Masks, Structures
 from exeplan.runner.engine.kv_regions import KVRegion, restore_regions, save_regions
 from exeplan.runner.engine.reported_prompts import keep_parts, reported, with_prompts
 from exeplan.runner.engine.requests import RequestState, as_requests

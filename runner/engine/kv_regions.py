@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from exeplan.core.model import ModelSpec
-from exeplan.runner.compute.shard import Shard, kv_range
+from exeplan.core.models.model import ModelSpec
+from exeplan.runner.compute.weights.shard import Shard, kv_range
 from exeplan.runner.engine.requests import RequestState
 from exeplan.runner.ipc.collectives import attach
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from exeplan.core.batch import Batch
-from exeplan.runner.compute.prompt_logprobs import PromptPart
-from exeplan.runner.compute.sampling import SampledToken
+from exeplan.runner.compute.tokens.prompt_logprobs import PromptPart
+from exeplan.runner.compute.tokens.sampling import SampledToken
 from exeplan.runner.engine.requests import as_requests
 from exeplan.runner.ipc.messages import PromptLogprobs
 

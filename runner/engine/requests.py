@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from exeplan.core.batch import SequenceState
-from exeplan.runner.compute.sampling import SampledToken, SamplingParams
-from exeplan.runner.compute.structures import Matcher
+from exeplan.runner.compute.tokens.sampling import SampledToken, SamplingParams
+from exeplan.runner.compute.tokens.structures import Matcher
 from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.ipc.messages import PromptLogprobs
 from exeplan.scheduling.fair_queue import ClientSequence
 
 if TYPE_CHECKING:
-    from exeplan.runner.compute.prompt_logprobs import PromptPart
+    from exeplan.runner.compute.tokens.prompt_logprobs import PromptPart
 
 MAX_CRASHES = 2
 """A request that was running at this many crashes, of workers or of a whole engine, is not tried again: it may be the

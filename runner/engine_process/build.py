@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import ReferencePass, load_profile
 from exeplan.core.schedule import needs_other_engine
@@ -88,7 +88,7 @@ def _profiled_kernels(plan: Plan) -> str | None:
 
 
 def model_source(spec: ModelSpec) -> ModelSource:
-    """The model as a message names it; another process reads it with `exeplan.core.model.model_spec`."""
+    """The model as a message names it; another process reads it with `exeplan.core.models.model.model_spec`."""
     directory = str(spec.directory) if spec.directory else None
     return ModelSource(name=spec.name, directory=directory, config=dict(spec.config))
 
@@ -144,7 +144,7 @@ def build_engine(
     import torch
 
     from exeplan.runner.compute.kv_budget import warn_if_below_plan
-    from exeplan.runner.compute.precision import holding_remarks, other_kernels
+    from exeplan.runner.compute.weights.precision import holding_remarks, other_kernels
     from exeplan.runner.engine.engine import Engine
     from exeplan.runner.engine.tokenizer import Tokenizer
 
@@ -212,10 +212,10 @@ def _single_device_executor(
 ) -> "Executor":
     from exeplan.runner.compute.device import local_device
     from exeplan.runner.compute.gpu_memory import measure_kv_budget
-    from exeplan.runner.compute.loading_bar import LoadingBar
     from exeplan.runner.compute.model_runner import ModelRunner
-    from exeplan.runner.compute.precision import check_precision
     from exeplan.runner.compute.warm_up import warm_up_runner
+    from exeplan.runner.compute.weights.loading_bar import LoadingBar
+    from exeplan.runner.compute.weights.precision import check_precision
     from exeplan.runner.engine.async_executor import AsyncExecutor
     from exeplan.runner.engine.executor import InProcessExecutor
     from exeplan.scheduling.largest_passes import most_rows
@@ -246,7 +246,7 @@ def warm_up(
     engine: "Engine", num_requests: int = 4, num_tokens: int = 8, *, on_progress: OnProgress = no_progress
 ) -> None:
     """Runs a few short requests, so that the first real one does not pay for torch's first calls."""
-    from exeplan.runner.compute.sampling import SamplingParams
+    from exeplan.runner.compute.tokens.sampling import SamplingParams
     from exeplan.runner.engine.requests import Request
 
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

@@ -22,7 +22,7 @@ _IMPORTED = (
     "exeplan.runner.engine_process.build",
     "exeplan.runner.engine.engine",
     "exeplan.runner.compute.model_runner",
-    "exeplan.runner.compute.loading_bar",
+    "exeplan.runner.compute.weights.loading_bar",
     "exeplan.runner.compute.warm_up",
     "exeplan.runner.distributed.multiprocess_executor",
     "exeplan.runner.distributed.worker",

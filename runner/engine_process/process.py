@@ -341,7 +341,7 @@ def _joined(events: Sequence[Event]) -> Event:
 
 def _requests(job: Submit) -> "Iterator[Request]":
     """The sequences of a job that are to run. Raises InputError for sampling parameters out of their limits."""
-    from exeplan.runner.compute.sampling import SamplingParams
+    from exeplan.runner.compute.tokens.sampling import SamplingParams
     from exeplan.runner.engine.requests import Request
 
     request_ids = iter(job.request_ids)

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from exeplan.core.plan import Plan
 from exeplan.drift.state import ReplanState, summary
 from exeplan.runner.engine_watch.sidecar import Look
-from exeplan.runner.server.plan_metrics import gauge, plan_families, replanning_families
+from exeplan.runner.server.observation.plan_metrics import gauge, plan_families, replanning_families
 
 _PANELS = (
     ("Requests a second", "reqps", ("plan_predicted_throughput", "observed_throughput")),

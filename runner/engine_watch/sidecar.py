@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from exeplan.core.bounds import Bound
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan, save_plan
 from exeplan.drift.group_watch import GroupWatch
 from exeplan.drift.length_draws import LengthDraws

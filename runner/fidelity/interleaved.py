@@ -12,10 +12,10 @@ from functools import partial
 
 import numpy as np
 
-from exeplan.core.metrics import summarize
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
+from exeplan.core.runs.metrics import summarize
 from exeplan.core.schedule import Estimate
 from exeplan.planner.load_problem import engine_blocks
 from exeplan.policies import load_policy

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.estimators import MOST_BLOCKS, figure
+from exeplan.core.runs.estimators import MOST_BLOCKS, figure
 from exeplan.core.schedule import Figure
 from exeplan.runner.engine.engine import StepRecord
 from exeplan.runner.load import EngineRun

@@ -43,7 +43,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
 
 
 class ModelSource(Part, frozen=True):
-    """A model as `exeplan.core.model.model_spec` reads it."""
+    """A model as `exeplan.core.models.model.model_spec` reads it."""
 
     name: str
     directory: str | None
@@ -102,7 +102,7 @@ class EngineSetup(Message, frozen=True):
 
 
 class Sampling(Part, frozen=True):
-    """The fields of `exeplan.runner.compute.sampling.SamplingParams`, which checks their limits."""
+    """The fields of `exeplan.runner.compute.tokens.sampling.SamplingParams`, which checks their limits."""
 
     temperature: float
     top_k: int
@@ -481,7 +481,7 @@ class ToolFormat(Part, frozen=True):
     """How calls of functions are found in an output."""
 
     name: str
-    """Of a dialect in `exeplan.runner.server.tool_calls`."""
+    """Of a dialect in `exeplan.runner.server.openai.tool_calls`."""
     functions: tuple[str, ...]
     single: bool
     """At most one call is reported."""
@@ -720,7 +720,7 @@ class ReferenceRan(Message, frozen=True):
     seconds: float
     cost: float
     others: float
-    """As in `exeplan.core.machine_speed.SpeedSample`."""
+    """As in `exeplan.core.runs.machine_speed.SpeedSample`."""
 
 
 class KVReceived(Message, frozen=True):

@@ -11,15 +11,15 @@ between them, mlp.{gate,up,down}_proj or mlp.{gate,experts,shared_experts}, and 
 import math
 from functools import partial
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.errors import InputError, shown
-from exeplan.runner.compute.checkpoint import Weights
-from exeplan.runner.compute.experts import ExpertNames, Routing, expert_block
-from exeplan.runner.compute.latent_attention import latent_attention
-from exeplan.runner.compute.layers import Block, gated_mlp, integer
-from exeplan.runner.compute.prenorm_decoder import LAYER, PREFIX, PreNormDecoder, PreNormLayer
-from exeplan.runner.compute.rotary import Rotary, rope_parameters
-from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.blocks.experts import ExpertNames, Routing, expert_block
+from exeplan.runner.compute.blocks.latent_attention import latent_attention
+from exeplan.runner.compute.blocks.layers import Block, gated_mlp, integer
+from exeplan.runner.compute.blocks.prenorm_decoder import LAYER, PREFIX, PreNormDecoder, PreNormLayer
+from exeplan.runner.compute.blocks.rotary import Rotary, rope_parameters
+from exeplan.runner.compute.weights.checkpoint import Weights
+from exeplan.runner.compute.weights.shard import Shard
 
 __all__ = ["PREFIX", "Model"]
 _EXPERTS = ExpertNames(shared="mlp.shared_experts")

@@ -7,10 +7,9 @@ number from 1, `scale_attn_weights` False omits the division by sqrt(head_dim).
 import torch
 from torch import Tensor
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.errors import InputError
-from exeplan.runner.compute.checkpoint import Weights
-from exeplan.runner.compute.layers import (
+from exeplan.runner.compute.blocks.layers import (
     MLP,
     Attend,
     LayerNorm,
@@ -21,10 +20,11 @@ from exeplan.runner.compute.layers import (
     integer,
     summed,
 )
-from exeplan.runner.compute.products import Product, product
-from exeplan.runner.compute.rotary import Angles
-from exeplan.runner.compute.shard import Shard, ShardRange, head_ranges, inner_range
-from exeplan.runner.compute.vocabulary import Vocabulary
+from exeplan.runner.compute.blocks.rotary import Angles
+from exeplan.runner.compute.weights.checkpoint import Weights
+from exeplan.runner.compute.weights.products import Product, product
+from exeplan.runner.compute.weights.shard import Shard, ShardRange, head_ranges, inner_range
+from exeplan.runner.compute.weights.vocabulary import Vocabulary
 
 PREFIX = "transformer."
 EMBEDDING, POSITIONS, NORM = "transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f"

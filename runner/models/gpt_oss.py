@@ -13,11 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from exeplan.core.model import ModelSpec
-from exeplan.kernels.linear import Linear
-from exeplan.runner.compute.checkpoint import Weights
-from exeplan.runner.compute.experts import Experts, Router, Routing
-from exeplan.runner.compute.layers import (
+from exeplan.core.models.model import ModelSpec
+from exeplan.kernels.products.linear import Linear
+from exeplan.runner.compute.blocks.experts import Experts, Router, Routing
+from exeplan.runner.compute.blocks.layers import (
     MLP,
     Block,
     SelfAttention,
@@ -25,10 +24,11 @@ from exeplan.runner.compute.layers import (
     projections,
     summed,
 )
-from exeplan.runner.compute.prenorm_decoder import LAYER, PREFIX, PreNormDecoder, PreNormLayer
-from exeplan.runner.compute.products import product
-from exeplan.runner.compute.rotary import Rotary
-from exeplan.runner.compute.shard import Shard, expert_group, expert_range, head_ranges, inner_range
+from exeplan.runner.compute.blocks.prenorm_decoder import LAYER, PREFIX, PreNormDecoder, PreNormLayer
+from exeplan.runner.compute.blocks.rotary import Rotary
+from exeplan.runner.compute.weights.checkpoint import Weights
+from exeplan.runner.compute.weights.products import product
+from exeplan.runner.compute.weights.shard import Shard, expert_group, expert_range, head_ranges, inner_range
 
 __all__ = ["PREFIX", "Model"]
 _THETA, _EPS = 150000.0, 1e-5

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from exeplan.core.model import ModelSpec
-from exeplan.runner.compute.checkpoint import Weights
-from exeplan.runner.compute.experts import ExpertNames, Routing, expert_block
-from exeplan.runner.compute.layers import (
+from exeplan.core.models.model import ModelSpec
+from exeplan.runner.compute.blocks.experts import ExpertNames, Routing, expert_block
+from exeplan.runner.compute.blocks.layers import (
     Block,
     RMSNorm,
     SelfAttention,
@@ -24,9 +23,10 @@ from exeplan.runner.compute.layers import (
     gated_mlp,
     projections,
 )
-from exeplan.runner.compute.prenorm_decoder import EPS, LAYER, PREFIX, PreNormDecoder, PreNormLayer
-from exeplan.runner.compute.rotary import Rotary
-from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.blocks.prenorm_decoder import EPS, LAYER, PREFIX, PreNormDecoder, PreNormLayer
+from exeplan.runner.compute.blocks.rotary import Rotary
+from exeplan.runner.compute.weights.checkpoint import Weights
+from exeplan.runner.compute.weights.shard import Shard
 
 __all__ = ["PREFIX", "VARIANTS", "Model"]
 

@@ -15,11 +15,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.errors import InputError
-from exeplan.runner.compute.checkpoint import Weights
-from exeplan.runner.compute.cross_attention import CrossAttention
-from exeplan.runner.compute.layers import (
+from exeplan.runner.compute.blocks.cross_attention import CrossAttention
+from exeplan.runner.compute.blocks.layers import (
     MLP,
     Attend,
     Block,
@@ -34,9 +33,10 @@ from exeplan.runner.compute.layers import (
     projections,
     summed,
 )
-from exeplan.runner.compute.rotary import Angles
-from exeplan.runner.compute.shard import Shard, head_ranges, inner_range
-from exeplan.runner.compute.vocabulary import Vocabulary
+from exeplan.runner.compute.blocks.rotary import Angles
+from exeplan.runner.compute.weights.checkpoint import Weights
+from exeplan.runner.compute.weights.shard import Shard, head_ranges, inner_range
+from exeplan.runner.compute.weights.vocabulary import Vocabulary
 
 PREFIX = "model."
 EMBEDDING, HEAD, HEAD_BIAS, LAYER = "model.shared.weight", "lm_head.weight", "final_logits_bias", "model.{}.layers.{}"

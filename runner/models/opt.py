@@ -7,9 +7,8 @@ tied head.
 
 from torch import Tensor
 
-from exeplan.core.model import ModelSpec
-from exeplan.runner.compute.checkpoint import Weights
-from exeplan.runner.compute.layers import (
+from exeplan.core.models.model import ModelSpec
+from exeplan.runner.compute.blocks.layers import (
     MLP,
     Attend,
     LayerNorm,
@@ -23,9 +22,10 @@ from exeplan.runner.compute.layers import (
     projections,
     summed,
 )
-from exeplan.runner.compute.rotary import Angles
-from exeplan.runner.compute.shard import Shard, inner_range
-from exeplan.runner.compute.vocabulary import Vocabulary
+from exeplan.runner.compute.blocks.rotary import Angles
+from exeplan.runner.compute.weights.checkpoint import Weights
+from exeplan.runner.compute.weights.shard import Shard, inner_range
+from exeplan.runner.compute.weights.vocabulary import Vocabulary
 
 PREFIX = "model."
 DECODER, EMBEDDING, HEAD = "model.decoder", "model.decoder.embed_tokens.weight", "lm_head.weight"

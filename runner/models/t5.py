@@ -17,12 +17,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.errors import InputError
-from exeplan.kernels.online_softmax import DistanceBias
-from exeplan.runner.compute.checkpoint import Weights
-from exeplan.runner.compute.cross_attention import CrossAttention
-from exeplan.runner.compute.layers import (
+from exeplan.kernels.attention.online_softmax import DistanceBias
+from exeplan.runner.compute.blocks.cross_attention import CrossAttention
+from exeplan.runner.compute.blocks.layers import (
     MLP,
     Attend,
     AttentionShape,
@@ -38,9 +37,10 @@ from exeplan.runner.compute.layers import (
     partial_linear,
     summed,
 )
-from exeplan.runner.compute.rotary import Angles
-from exeplan.runner.compute.shard import Group, Shard, head_ranges, inner_range
-from exeplan.runner.compute.vocabulary import Vocabulary
+from exeplan.runner.compute.blocks.rotary import Angles
+from exeplan.runner.compute.weights.checkpoint import Weights
+from exeplan.runner.compute.weights.shard import Group, Shard, head_ranges, inner_range
+from exeplan.runner.compute.weights.vocabulary import Vocabulary
 
 PREFIX = ""
 EMBEDDING, HEAD, NORM, BLOCK = "shared.weight", "lm_head.weight", "{}.final_layer_norm", "{}.block.{}.layer.{}"

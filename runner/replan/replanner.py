@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan, as_json, single_plans
 from exeplan.core.schedule import Estimate
 from exeplan.drift.state import MODES, FewerDevices, Replanned, ReplanState, RequestLengths, Rules

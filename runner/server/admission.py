@@ -12,7 +12,7 @@ from exeplan.core.bounds import targets_of
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate
 from exeplan.errors import InputError
-from exeplan.runner.server.observed import bounds_of
+from exeplan.runner.server.observation.observed import bounds_of
 from exeplan.runner.server.openai.errors import RequestError
 
 MAX_RETRY_SECONDS = 60

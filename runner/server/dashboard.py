@@ -19,8 +19,8 @@ from exeplan.core.batch import BLOCK_SIZE
 from exeplan.drift.state import Histogram, ReplanState
 from exeplan.planner.reports.tables import json_line
 from exeplan.runner.ipc.messages import as_values
-from exeplan.runner.server.observed import TICK_SECONDS, TIMELINE_SECONDS, Finished, Tick, shares
-from exeplan.runner.server.predicted import predicted_and_observed
+from exeplan.runner.server.observation.observed import TICK_SECONDS, TIMELINE_SECONDS, Finished, Tick, shares
+from exeplan.runner.server.observation.predicted import predicted_and_observed
 from exeplan.runner.server.service import Service
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ from starlette.types import Receive, Scope, Send
 from exeplan.errors import InputError
 from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.ipc.messages import Event, Generate
-from exeplan.runner.server.clients import client_of
-from exeplan.runner.server.connection import error_response, read_body
+from exeplan.runner.server.network.clients import client_of
+from exeplan.runner.server.network.connection import error_response, read_body
+from exeplan.runner.server.network.request_log import note
 from exeplan.runner.server.openai.errors import RequestError
-from exeplan.runner.server.request_log import note
-from exeplan.runner.server.responses import ChatChunk, CompletionChunk, ResponseBuilder
+from exeplan.runner.server.openai.responses import ChatChunk, CompletionChunk, ResponseBuilder
 from exeplan.runner.server.service import Service
 
 Rendered = TypeVar("Rendered")

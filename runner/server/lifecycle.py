@@ -23,10 +23,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from exeplan.runner.engine_process.job import EngineError
-from exeplan.runner.server.connection import HEADER_SECONDS, MAX_HEADER_BYTES, GuardedProtocol
-from exeplan.runner.server.listener import Listener, connection_limit
+from exeplan.runner.server.network.connection import HEADER_SECONDS, MAX_HEADER_BYTES, GuardedProtocol
+from exeplan.runner.server.network.listener import Listener, connection_limit
+from exeplan.runner.server.network.places import NUM_PROBES
 from exeplan.runner.server.notify import notify, watchdog_seconds
-from exeplan.runner.server.places import NUM_PROBES
 from exeplan.runner.server.plan_control import reload
 from exeplan.runner.server.service import Service
 

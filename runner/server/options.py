@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from exeplan.drift.state import MODES
 from exeplan.errors import InputError
-from exeplan.runner.server.hosts import check_host_name
-from exeplan.runner.server.metrics import ALIASES
+from exeplan.runner.server.network.hosts import check_host_name
+from exeplan.runner.server.observation.metrics import ALIASES
 
 ADMISSIONS = ("queue", "refuse-late")
 LOG_FORMATS = ("text", "json")

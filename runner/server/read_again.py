@@ -5,9 +5,9 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from exeplan.errors import InputError
-from exeplan.runner.server.api_keys import ApiKeys
-from exeplan.runner.server.clients import Clients
-from exeplan.runner.server.tls import Tls
+from exeplan.runner.server.network.api_keys import ApiKeys
+from exeplan.runner.server.network.clients import Clients
+from exeplan.runner.server.network.tls import Tls
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from exeplan.runner.server.api_keys import ApiKeys
-from exeplan.runner.server.clients import Client, client_in, client_of
-from exeplan.runner.server.connection import Gate, error_response
-from exeplan.runner.server.hosts import HostGate, Hosts
+from exeplan.runner.server.network.api_keys import ApiKeys
+from exeplan.runner.server.network.clients import Client, client_in, client_of
+from exeplan.runner.server.network.connection import Gate, error_response
+from exeplan.runner.server.network.hosts import HostGate, Hosts
+from exeplan.runner.server.network.request_log import RequestLog
 from exeplan.runner.server.openai.errors import RequestError
-from exeplan.runner.server.request_log import RequestLog
 from exeplan.runner.server.service import Service
 from exeplan.runner.server.views import load_views
 from exeplan.runner.server.views.description import describe

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from msgspec.structs import replace as with_fields
 
-from exeplan.core.machine_speed import why_none
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan, as_json, single_plans
 from exeplan.core.profile import ReferencePass, load_profile
+from exeplan.core.runs.machine_speed import why_none
 from exeplan.core.schedule import ROUTERS
 from exeplan.drift.state import Rules
 from exeplan.errors import InputError
@@ -33,18 +33,18 @@ from exeplan.runner.ipc.front_end_messages import FrontEndOptions, FrontEndPlace
 from exeplan.runner.ipc.messages import EngineSetup, RaySetup
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission, default_max_queue
-from exeplan.runner.server.api_keys import ApiKeys
 from exeplan.runner.server.front_ends.owner import FrontEnds
-from exeplan.runner.server.hosts import Hosts
 from exeplan.runner.server.lifecycle import serve_until_stopped
-from exeplan.runner.server.listener import open_listener
+from exeplan.runner.server.network.api_keys import ApiKeys
+from exeplan.runner.server.network.hosts import Hosts
+from exeplan.runner.server.network.listener import open_listener
+from exeplan.runner.server.network.tls import Tls
 from exeplan.runner.server.notify import notify
 from exeplan.runner.server.options import ServeOptions
 from exeplan.runner.server.read_again import read_again
 from exeplan.runner.server.routes import build_app, build_views
 from exeplan.runner.server.scaler import Limits, Scaler, limits_of
 from exeplan.runner.server.service import Service, summary
-from exeplan.runner.server.tls import Tls
 
 log = logging.getLogger(__name__)
 

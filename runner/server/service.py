@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.drift import state as drift_state
 from exeplan.runner.engine.tokenizer import Tokenizer
@@ -38,15 +38,15 @@ from exeplan.runner.ipc.messages import (
 )
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission
-from exeplan.runner.server.clients import Client, Clients
 from exeplan.runner.server.front_ends.joined_engine import JoinedEngine
-from exeplan.runner.server.metrics import Reading, ServeMetrics
-from exeplan.runner.server.observed import Observed, Snapshot
+from exeplan.runner.server.network.clients import Client, Clients
+from exeplan.runner.server.network.readers import Readers
+from exeplan.runner.server.observation.metrics import Reading, ServeMetrics
+from exeplan.runner.server.observation.observed import Observed, Snapshot
 from exeplan.runner.server.openai.errors import RequestError
-from exeplan.runner.server.readers import Readers
-from exeplan.runner.server.responses import ChatBuilder, CompletionBuilder, ResponseBuilder
+from exeplan.runner.server.openai.responses import ChatBuilder, CompletionBuilder, ResponseBuilder
+from exeplan.runner.server.openai.text_offsets import TokenTexts
 from exeplan.runner.server.scaler import Scaler
-from exeplan.runner.server.text_offsets import TokenTexts
 
 RETRY_LOADING = 5
 """Retry-After, in seconds, while workers load."""

@@ -16,12 +16,12 @@ import pytest
 import yaml
 
 from exeplan.cli import main
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import load_profile
 from exeplan.core.schedule import Sharding, Stage
 from exeplan.planner.load_problem import load_plan
 from exeplan.runner import models
-from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.weights.shard import Shard
 from exeplan.simulator.memory import weight_bytes
 
 torch = pytest.importorskip("torch")
@@ -142,8 +142,8 @@ def test_from_a_quantized_directory_to_an_answer(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # Not above: the folder of the kernels' tests imports them first, and triton, as transformers' models do.
-    from exeplan.kernels.int4_linear import multiplies_int4
-    from exeplan.kernels.int8_linear import multiplies_int8
+    from exeplan.kernels.products.int4_linear import multiplies_int4
+    from exeplan.kernels.products.int8_linear import multiplies_int8
     from exeplan.runner.compute.model_runner import ModelRunner
 
     from ..runner.models import quantized_checkpoints

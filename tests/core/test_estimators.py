@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from exeplan.core.bounds import Bound
-from exeplan.core.estimators import Gaps, ProductLimit, Window, mean_of, product, total_of_blocks
-from exeplan.core.metrics import RequestRecord, summarize
+from exeplan.core.runs.estimators import Gaps, ProductLimit, Window, mean_of, product, total_of_blocks
+from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import Estimate, Figure, Schedule
 from exeplan.policies import load_policy
 from exeplan.simulator.closed_form import steady_state

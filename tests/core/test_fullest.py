@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from exeplan.core.fullest import fullest, normal_maximum
-from exeplan.core.sparse_layers import Experts
+from exeplan.core.models.fullest import fullest, normal_maximum
+from exeplan.core.models.sparse_layers import Experts
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(1, 3), (2, 2), (5, 3), (7, 2), (4, 4)])

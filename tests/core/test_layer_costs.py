@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from exeplan.core.layer_costs import (
+from exeplan.core.models.layer_costs import (
     activation_bytes,
     attention_parameters,
     embedding_parameters,
@@ -15,7 +15,7 @@ from exeplan.core.layer_costs import (
     model_parameters,
     num_all_reduces,
 )
-from exeplan.core.model import load_model_spec, model_spec
+from exeplan.core.models.model import load_model_spec, model_spec
 from exeplan.files import shipped_names
 
 SHIPPED = {

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from exeplan.core.machine_speed import MachineSpeed, SpeedSample, levelled, slowness_between
 from exeplan.core.profile import ReferencePass
+from exeplan.core.runs.machine_speed import MachineSpeed, SpeedSample, levelled, slowness_between
 
 PASSES = (
     ReferencePass(kind="decode", num_seqs=1, num_tokens=8, num_layers=2, seconds=0.01),

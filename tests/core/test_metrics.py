@@ -2,7 +2,7 @@
 
 import pytest
 
-from exeplan.core.metrics import RequestRecord, summarize, window
+from exeplan.core.runs.metrics import RequestRecord, summarize, window
 
 
 def request(start: float, *token_times: float, arrival: float = 0.0) -> RequestRecord:

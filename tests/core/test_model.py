@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from exeplan.core.hub import download_command
-from exeplan.core.model import load_model_sizes, load_model_spec, model_reference, model_reference_from, model_spec
+from exeplan.core.models.hub import download_command
+from exeplan.core.models.model import (
+    load_model_sizes,
+    load_model_spec,
+    model_reference,
+    model_reference_from,
+    model_spec,
+)
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
 
@@ -157,7 +163,7 @@ def test_a_snapshot_says_how_to_download_the_rest_of_it(hub: Path) -> None:
 
 
 def test_without_the_hubs_package_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exeplan.core.hub.find_spec", lambda name: None)
+    monkeypatch.setattr("exeplan.core.models.hub.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"needs huggingface_hub, .*pip install 'exeplan\[hub\]'"):
         load_model_spec("org/tiny")
 

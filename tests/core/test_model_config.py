@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.model import load_model_spec, model_spec
-from exeplan.core.model_config import attention_window
+from exeplan.core.models.model import load_model_spec, model_spec
+from exeplan.core.models.model_config import attention_window
 from exeplan.errors import InputError
 
 LLAMA = {

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from exeplan import api
-from exeplan.core.model import load_model_spec, model_spec
-from exeplan.core.quantization import Quantization, quantization_of
+from exeplan.core.models.model import load_model_spec, model_spec
+from exeplan.core.models.quantization import Quantization, quantization_of
 from exeplan.errors import InputError
 
 from .test_model_config import LLAMA

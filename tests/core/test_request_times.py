@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exeplan.core.bounds import Bound, percentile, targets_of
-from exeplan.core.metrics import RequestRecord, request_times, summarize
-from exeplan.core.request_times import quantile
+from exeplan.core.runs.metrics import RequestRecord, request_times, summarize
+from exeplan.core.runs.request_times import quantile
 
 NONE = Bound(seconds=math.inf)
 

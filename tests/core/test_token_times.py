@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.token_times import TokenTimes
+from exeplan.core.runs.token_times import TokenTimes
 
 TRACKS = (np.array([1.0, 2.0, 3.0, 5.0, 8.0]), np.array([1.5, 2.5, 4.0, 6.0]), np.zeros(0))
 TIMES = TokenTimes(

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from exeplan.core.sparse_layers import Experts
-from exeplan.core.uneven_routing import busiest_part, routing_exponent
+from exeplan.core.models.sparse_layers import Experts
+from exeplan.core.models.uneven_routing import busiest_part, routing_exponent
 from exeplan.errors import InputError
 
 EXPERTS = Experts(count=128, per_token=8, width=768, num_layers=1)

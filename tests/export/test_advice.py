@@ -9,7 +9,7 @@ import pytest
 from benchmarks.quality.exported import plans
 from exeplan.cli import main
 from exeplan.commands.optimize import _exported_by
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import save_plan
 from exeplan.core.schedule import Schedule
 from exeplan.export import exporter_names

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from benchmarks.quality.exported import plans
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.errors import InputError
 from exeplan.export import load_exporter
 from exeplan.export.forms import FORMS

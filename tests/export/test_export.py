@@ -8,7 +8,7 @@ import pytest
 
 import exeplan.export
 from exeplan.cli import main
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from benchmarks.quality.exported import plans
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.errors import InputError
 from exeplan.export import FORM_NAMES, exporter_names, load_exporter

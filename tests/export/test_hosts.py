@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from benchmarks.quality.exported import plans
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Stage
 from exeplan.errors import InputError

@@ -17,7 +17,7 @@ import yaml
 
 from benchmarks.quality.exported import plans
 from exeplan.cli import main
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan, save_plan
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError

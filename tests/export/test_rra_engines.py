@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from exeplan.core.bounds import Bound
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError

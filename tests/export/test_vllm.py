@@ -8,7 +8,7 @@ import pytest
 
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
-from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.models.model import ModelSpec, load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, ReplicaGroup, Schedule, Stage
 from exeplan.errors import InputError

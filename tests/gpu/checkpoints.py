@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from exeplan.core.model import ModelSpec, load_model_spec, model_spec
+from exeplan.core.models.model import ModelSpec, load_model_spec, model_spec
 from exeplan.runner.compute import families
-from exeplan.runner.compute.checkpoint import RandomWeights
 from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.weights.checkpoint import RandomWeights
 
 _SPREAD = 5.0
 """Factor on the weights that keeps logits apart."""

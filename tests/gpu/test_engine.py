@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import kernels_for
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Output, Request
 from exeplan.runner.engine.executor import InProcessExecutor

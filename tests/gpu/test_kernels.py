@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.kernels.fp8_linear import Fp8Linear, multiplies_fp8
-from exeplan.kernels.online_softmax import DistanceBias, PagedKV
+from exeplan.kernels.attention.online_softmax import DistanceBias, PagedKV
+from exeplan.kernels.attention.spans import Span, Spans
+from exeplan.kernels.products.fp8_linear import Fp8Linear, multiplies_fp8
 from exeplan.kernels.select import REFERENCE, kernels_for
-from exeplan.kernels.spans import Span, Spans
 
 from .conftest import DEVICE
 

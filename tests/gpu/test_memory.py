@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, single_stage
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.engine import Request
 from exeplan.runner.engine_process.build import build_engine, engine_setup
 

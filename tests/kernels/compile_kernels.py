@@ -18,10 +18,10 @@ from triton.runtime.jit import JITFunction
 
 torch.backends.cuda.is_built = lambda: True
 from exeplan.kernels.activation import KINDS  # noqa: E402
-from exeplan.kernels.online_softmax import DistanceBias, PagedKV  # noqa: E402
+from exeplan.kernels.attention.online_softmax import DistanceBias, PagedKV  # noqa: E402
+from exeplan.kernels.attention.slot_attention import Slots  # noqa: E402
+from exeplan.kernels.attention.spans import Span, Spans  # noqa: E402
 from exeplan.kernels.select import TRITON as KERNELS  # noqa: E402
-from exeplan.kernels.slot_attention import Slots  # noqa: E402
-from exeplan.kernels.spans import Span, Spans  # noqa: E402
 
 HEADS, KV_HEADS, TOKENS, BATCH = 32, 8, 64, 3
 CPU = torch.device("cpu")

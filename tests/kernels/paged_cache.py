@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.kernels.online_softmax import PagedKV
+from exeplan.kernels.attention.online_softmax import PagedKV
 
 TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2e-3, "atol": 2e-3}}
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from exeplan.kernels.attention import (
+from exeplan.kernels.attention.plain import (
     CachedRows,
     decode_attention,
     full_attention,

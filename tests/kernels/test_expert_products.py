@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exeplan.kernels.expert_products import expert_mlp, expert_mlp_reference, rows_by_expert
+from exeplan.kernels.products.expert_products import expert_mlp, expert_mlp_reference, rows_by_expert
 
 from .paged_cache import TOLERANCES
 
@@ -47,7 +47,7 @@ def test_each_pair_is_in_a_block_of_its_expert_and_nothing_else_is(tokens, first
 
 
 def test_more_tokens_than_are_computed_at_a_time(device, monkeypatch):
-    monkeypatch.setattr("exeplan.kernels.expert_products._TOKENS", 8)
+    monkeypatch.setattr("exeplan.kernels.products.expert_products._TOKENS", 8)
     x_NE, (weight_Nk, expert_Nk) = torch.randn(19, HIDDEN, device=device), routes(19, 2, device)
     up_XFE = torch.randn(EXPERTS, 2 * INNER, HIDDEN, device=device) / 6
     down_XEI = torch.randn(EXPERTS, HIDDEN, INNER, device=device) / 5

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from exeplan.kernels import language
-from exeplan.kernels.fp8 import LARGEST, quantize_rows, quantize_rows_reference, saturated
-from exeplan.kernels.fp8_linear import Fp8Linear, multiplies_fp8
+from exeplan.kernels.products.fp8 import LARGEST, quantize_rows, quantize_rows_reference, saturated
+from exeplan.kernels.products.fp8_linear import Fp8Linear, multiplies_fp8
 
 CPU = torch.device("cpu")
 

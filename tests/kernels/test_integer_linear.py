@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from exeplan.kernels.int4_linear import GROUP_SIZES, Int4Linear, fits_int4, multiplies_int4
-from exeplan.kernels.int8_linear import Int8Linear, digits, multiplies_int8
+from exeplan.kernels.products.int4_linear import GROUP_SIZES, Int4Linear, fits_int4, multiplies_int4
+from exeplan.kernels.products.int8_linear import Int8Linear, digits, multiplies_int8
 
 CPU = torch.device("cpu")
 in_8_bits = pytest.mark.skipif(not multiplies_int8(CPU), reason="a CPU without products of 8 bits")

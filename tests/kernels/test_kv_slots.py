@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.kernels.kv_slots import (
     scatter_slots,
     scatter_slots_reference,
     store_slots,
     store_slots_reference,
 )
-from exeplan.runner.compute.kv_cache import KVCache
+from exeplan.runner.compute.passes.kv_cache import KVCache
 
 from .conftest import DEVICE, needs_triton
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exeplan.kernels.linear import Linear
+from exeplan.kernels.products.linear import Linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

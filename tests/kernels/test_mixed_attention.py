@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.kernels.mixed_attention import mixed_attention, mixed_attention_reference
-from exeplan.kernels.online_softmax import DistanceBias
-from exeplan.kernels.spans import Span, Spans
+from exeplan.kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
+from exeplan.kernels.attention.online_softmax import DistanceBias
+from exeplan.kernels.attention.spans import Span, Spans
 from exeplan.kernels.tuning import Config
 
 from .conftest import DEVICE, needs_triton

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exeplan.kernels import native
-from exeplan.kernels.int8_linear import digits
-from exeplan.kernels.int_linear import IntLinear
-from exeplan.kernels.linear import Linear
+from exeplan.kernels.products.int8_linear import digits
+from exeplan.kernels.products.int_linear import IntLinear
+from exeplan.kernels.products.linear import Linear
 
 pytestmark = pytest.mark.skipif(not native.width(), reason="not built here, or a processor without AVX2")
 

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.model import load_model_spec
-from exeplan.kernels.attention import CachedRows, decode_attention
-from exeplan.kernels.online_softmax import DistanceBias, PagedKV
-from exeplan.kernels.paged_attention import num_parts_for, paged_attention, paged_attention_reference
+from exeplan.core.models.model import load_model_spec
+from exeplan.kernels.attention.online_softmax import DistanceBias, PagedKV
+from exeplan.kernels.attention.paged_attention import num_parts_for, paged_attention, paged_attention_reference
+from exeplan.kernels.attention.plain import CachedRows, decode_attention
 from exeplan.kernels.tuning import Config
-from exeplan.runner.compute.kv_cache import KVCache
+from exeplan.runner.compute.passes.kv_cache import KVCache
 
 from .conftest import DEVICE, needs_triton
 from .paged_cache import TOLERANCES, lengths, poisoned_cache
@@ -129,7 +129,7 @@ def test_the_layout_is_that_of_the_runners_cache():
 
 
 def test_contexts_are_split_only_where_they_are_long_and_programs_few(monkeypatch):
-    monkeypatch.setattr("exeplan.kernels.paged_attention._num_multiprocessors", lambda _: 132)
+    monkeypatch.setattr("exeplan.kernels.attention.paged_attention._num_multiprocessors", lambda _: 132)
     short, long = torch.empty(1, 16, device="meta"), torch.empty(1, 256, device="meta")
     cpu = torch.device("cpu")
     assert [num_parts_for(count, long, cpu) for count in (8, 64, 264, 2048)] == [16, 4, 1, 1]

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.kernels import ragged_attention as module
-from exeplan.kernels.attention import full_attention, prefill_attention
-from exeplan.kernels.online_softmax import DistanceBias
-from exeplan.kernels.ragged_attention import ragged_attention, ragged_attention_reference
-from exeplan.kernels.spans import Span, Spans
+from exeplan.kernels.attention import ragged_attention as module
+from exeplan.kernels.attention.online_softmax import DistanceBias
+from exeplan.kernels.attention.plain import full_attention, prefill_attention
+from exeplan.kernels.attention.ragged_attention import ragged_attention, ragged_attention_reference
+from exeplan.kernels.attention.spans import Span, Spans
 from exeplan.kernels.tuning import Config
 
 from .conftest import DEVICE, needs_triton

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from exeplan.kernels.most_likely import most_likely, most_likely_reference
 from exeplan.kernels.sampling import draw, draw_reference
 from exeplan.kernels.tuning import Config
-from exeplan.runner.compute.noise import log_exponential_noise, noise_key
-from exeplan.runner.compute.sampling import SamplingParams, candidates
+from exeplan.runner.compute.tokens.noise import log_exponential_noise, noise_key
+from exeplan.runner.compute.tokens.sampling import SamplingParams, candidates
 
 from .conftest import DEVICE, needs_triton
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.kernels.attention import full_attention, prefill_attention
-from exeplan.kernels.online_softmax import DistanceBias
-from exeplan.kernels.slot_attention import Slots, slot_attention, slot_attention_reference
+from exeplan.kernels.attention.online_softmax import DistanceBias
+from exeplan.kernels.attention.plain import full_attention, prefill_attention
+from exeplan.kernels.attention.slot_attention import Slots, slot_attention, slot_attention_reference
 from exeplan.kernels.tuning import Config
 
 from .conftest import DEVICE, needs_triton

@@ -15,7 +15,7 @@ import pytest
 from exeplan.api import datasheet_profile, optimize
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan, save_plan
 from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.core.schedule import Placement, Schedule, Sharding, Stage, needs_other_engine

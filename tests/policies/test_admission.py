@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.metrics import summarize
+from exeplan.core.runs.metrics import summarize
 from exeplan.core.schedule import Schedule
 from exeplan.policies import load_policy
 from exeplan.scheduling.scheduler import Scheduler

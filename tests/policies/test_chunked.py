@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.metrics import summarize, window
+from exeplan.core.runs.metrics import summarize, window
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import chunked

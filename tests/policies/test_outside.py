@@ -82,9 +82,9 @@ def test_a_policy_that_leaves_requests_waiting_ends_the_replay_with_its_name(tmp
 
 
 def test_the_engine_gives_the_same_tokens_under_a_policy_file() -> None:
-    from exeplan.core.model import load_model_spec
+    from exeplan.core.models.model import load_model_spec
     from exeplan.runner.compute.model_runner import ModelRunner
-    from exeplan.runner.compute.sampling import SamplingParams
+    from exeplan.runner.compute.tokens.sampling import SamplingParams
     from exeplan.runner.engine.engine import Engine, Request
     from exeplan.runner.engine.executor import InProcessExecutor
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.metrics import summarize, window
+from exeplan.core.runs.metrics import summarize, window
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.planner.choice.optimize import resolve_policies

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Sharding
 from exeplan.profiler.measuring.calibrate import BurstStep, calibrate

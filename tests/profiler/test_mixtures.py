@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from exeplan.core.layer_costs import layer_parameters, layer_parameters_read, layer_parameters_used
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.layer_costs import layer_parameters, layer_parameters_read, layer_parameters_used
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import Device, Measurement, Profile
 from exeplan.profiler.measuring.campaign import num_copies
 from exeplan.profiler.measuring.lint import lint

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import COMPUTE_OPS, Profile, load_profile, save_profile
 from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError

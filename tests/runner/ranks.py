@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.shard import ALONE, Group, Shard
+from exeplan.runner.compute.weights.shard import ALONE, Group, Shard
 from exeplan.runner.ipc.collectives import SharedBuffer, SharedMemoryGroup, group_bytes
 
 TIMEOUT = 120.0

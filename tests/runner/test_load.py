@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from exeplan.core.metrics import summarize
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
+from exeplan.core.runs.metrics import summarize
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.runner.engine.engine import Engine

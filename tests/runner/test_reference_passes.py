@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from exeplan.core.machine_speed import why_none
-from exeplan.core.metrics import RequestRecord, summarize
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import ReferencePass
+from exeplan.core.runs.machine_speed import why_none
+from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.reference_passes import ReferencePasses, canonical_passes

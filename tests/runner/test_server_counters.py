@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from exeplan.core.metrics import RequestRecord, client_times
+from exeplan.core.runs.metrics import RequestRecord, client_times
 from exeplan.runner.server_counters import ServerRun, between, read_counters
 
 PAGE = """# TYPE {p}:prompt_tokens_total counter

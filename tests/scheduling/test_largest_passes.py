@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.policies import pass_limits
 from exeplan.scheduling.largest_passes import captured_rows, most_rows, pass_sizes, with_finite_context

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from exeplan.core.cluster import Cluster, Link
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Measurement, Profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet

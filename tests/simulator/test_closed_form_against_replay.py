@@ -17,8 +17,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from exeplan.core.bounds import Bound
-from exeplan.core.metrics import RequestRecord, request_times, summarize, window
 from exeplan.core.profile import Profile
+from exeplan.core.runs.metrics import RequestRecord, request_times, summarize, window
 from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.policies import load_policy, policy_names
 from exeplan.simulator.closed_form import SteadyState, steady_state

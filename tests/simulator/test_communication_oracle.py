@@ -20,9 +20,9 @@ from exeplan.core.batch import Batch
 from exeplan.core.batch import SequenceState as Request
 from exeplan.core.cluster import Cluster, Link
 from exeplan.core.handover import pieces
-from exeplan.core.metrics import summarize
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import Measurement, Profile
+from exeplan.core.runs.metrics import summarize
 from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.policies import waa_c
 from exeplan.policies.interface import Cycle

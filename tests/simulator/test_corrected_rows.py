@@ -8,8 +8,8 @@ import pytest
 
 from exeplan.api import datasheet_profile
 from exeplan.core.correction import Correction
-from exeplan.core.layer_costs import layer_kv_bytes_per_token, layer_parameters_read
-from exeplan.core.model import DTYPE_BYTES
+from exeplan.core.models.layer_costs import layer_kv_bytes_per_token, layer_parameters_read
+from exeplan.core.models.model import DTYPE_BYTES
 from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.core.schedule import Sharding
 from exeplan.simulator.corrected_rows import corrected_rows

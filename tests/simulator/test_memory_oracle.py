@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.models.model import ModelSpec, load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement, Stage
 from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes

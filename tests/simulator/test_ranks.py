@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.layer_costs import expert_parameters, layer_kv_bytes_per_token, layer_parameters_read
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.layer_costs import expert_parameters, layer_kv_bytes_per_token, layer_parameters_read
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement, Schedule, Sharding, Stage
 from exeplan.policies import load_policy, policy_names

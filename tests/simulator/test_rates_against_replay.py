@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from exeplan.core.bounds import Bound
-from exeplan.core.metrics import summarize
 from exeplan.core.profile import Profile
+from exeplan.core.runs.metrics import summarize
 from exeplan.core.schedule import Estimate, Placement, Schedule, Stage
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.simulator.closed_form import steady_state

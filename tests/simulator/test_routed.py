@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.profile import Profile
+from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import ROUTERS, Schedule
 from exeplan.errors import InputError
 from exeplan.simulator.cost import CostModel

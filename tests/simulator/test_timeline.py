@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from exeplan.core.metrics import RequestRecord, Requests
+from exeplan.core.runs.metrics import RequestRecord, Requests
 from exeplan.errors import InputError
 from exeplan.simulator.run import Passes, PassRecord, Run, RunLog
 from exeplan.simulator.timeline import phase, trace_events, write_timeline

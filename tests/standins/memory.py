@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 import exeplan.kernels
 from exeplan.kernels import select, tuning
 from exeplan.kernels.to_device import to_device
-from exeplan.runner.compute.graph_capture import GraphCapturer
+from exeplan.runner.compute.passes.graph_capture import GraphCapturer
 
 _BLOCK = 512
 _MULTIPROCESSORS = 132
@@ -169,9 +169,9 @@ def fake_gpu(total: int, *, taken: int = 0) -> Iterator[Accounting]:
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(GraphCapturer, "capture", lambda self, function: memory.captured(function))
-        patch.setattr("exeplan.kernels.paged_attention._num_multiprocessors", lambda device: _MULTIPROCESSORS)
+        patch.setattr("exeplan.kernels.attention.paged_attention._num_multiprocessors", lambda device: _MULTIPROCESSORS)
         patch.setattr(
-            "exeplan.runner.compute.checkpoint.RandomWeights._draw",
+            "exeplan.runner.compute.weights.checkpoint.RandomWeights._draw",
             lambda self, name, sizes: torch.empty(sizes, dtype=self.dtype, device=self.device),
         )
         # Takes half of a start's time, and nothing here is freed by it.

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.core.schedule import Stage
-from exeplan.runner.compute.kv_cache import KVCache
+from exeplan.runner.compute.passes.kv_cache import KVCache
 from exeplan.runner.distributed import kv_transfer
 from exeplan.runner.distributed.kv_transfer import Expected, PassingCache, Receiver, Sender, Wire
 from exeplan.runner.distributed.links import Seat

@@ -16,7 +16,7 @@ import torch
 
 import exeplan
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.models.model import ModelSpec, load_model_spec
 from exeplan.core.pass_memory import GRAPHS_SHARE
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Stage
@@ -26,10 +26,10 @@ from exeplan.policies import pass_limits
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
 from exeplan.profiler.measuring.memory import runtime_bytes
 from exeplan.runner.compute import gpu_memory
-from exeplan.runner.compute.decode_graphs import DecodeGraphs
 from exeplan.runner.compute.gpu_memory import measure_kv_budget, run_passes
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.passes.decode_graphs import DecodeGraphs
+from exeplan.runner.compute.weights.shard import Shard
 from exeplan.scheduling.largest_passes import most_rows, with_finite_context
 from exeplan.simulator.memory import PlacementMemory, kv_capacity_tokens, weight_bytes
 

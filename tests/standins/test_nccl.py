@@ -14,7 +14,7 @@ from exeplan.core.schedule import Schedule, Stage
 from exeplan.profiler.multi_device.links import captured_sums
 from exeplan.profiler.multi_device.rank_job import RankJob
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.distributed import completion, kv_transfer, links, worker
 from exeplan.runner.distributed.kv_transfer import Sender
 from exeplan.runner.distributed.links import HiddenLinks

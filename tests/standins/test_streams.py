@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.core.schedule import Schedule
-from exeplan.runner.compute import decode_graphs, graph_capture
-from exeplan.runner.compute.decode_graphs import DecodeGraphs
-from exeplan.runner.compute.device_sampling import DeviceSamples
-from exeplan.runner.compute.graph_capture import GraphCapturer
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.passes import decode_graphs, graph_capture
+from exeplan.runner.compute.passes.decode_graphs import DecodeGraphs
+from exeplan.runner.compute.passes.graph_capture import GraphCapturer
+from exeplan.runner.compute.tokens.device_sampling import DeviceSamples
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.distributed import completion, fed_tokens, kv_transfer, worker
 from exeplan.runner.distributed.fed_tokens import FedTokens
 from exeplan.runner.distributed.multiprocess_executor import MultiprocessExecutor

@@ -11,8 +11,8 @@ import pytest
 from exeplan.arrays import Floats
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
-from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.profile import Profile
+from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.optimize import optimize

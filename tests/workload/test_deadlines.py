@@ -10,8 +10,8 @@ import pytest
 from exeplan.cli import main
 from exeplan.core.batch import SequenceState
 from exeplan.core.bounds import Bound, deadline_bound
-from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.profile import Profile
+from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from exeplan.core.cluster import Cluster
-from exeplan.core.layer_costs import (
+from exeplan.core.models.layer_costs import (
     embedding_parameters,
     expert_parameters,
     layer_kv_bytes_per_token,

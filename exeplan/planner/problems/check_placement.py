@@ -8,7 +8,7 @@ sizes (`simulator/cost.py`).
 from collections.abc import Sequence
 
 from exeplan.core.cluster import Cluster
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.schedule import Placement, Schedule, Stage, servers
 from exeplan.errors import InputError
 from exeplan.policies import load_policy

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from exeplan.core.cluster import Cluster
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.schedule import Placement, Sharding, Stage
 
 _MOST_MOVED = 3

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.metrics import RequestRecord, summarize
+from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule
 from exeplan.planner.problems.problem import Problem
 from exeplan.simulator.closed_form import SteadyState, steady_state

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from exeplan.core.cluster import Cluster
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement, Sharding, Stage, num_servers, servers
 from exeplan.simulator.memory import memory_bytes

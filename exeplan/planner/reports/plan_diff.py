@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from exeplan.core.layer_costs import embedding_parameters, expert_parameters, layer_parameters
-from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.models.layer_costs import embedding_parameters, expert_parameters, layer_parameters
+from exeplan.core.models.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, Placement, ReplicaGroup, Stage
 from exeplan.errors import InputError

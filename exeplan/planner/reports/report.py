@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from exeplan.core.bounds import Bound, binding, utilizations, values_of
+from exeplan.core.models.uneven_routing import busiest_load, busiest_part, routing_exponent
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Schedule, num_devices
-from exeplan.core.uneven_routing import busiest_load, busiest_part, routing_exponent
 from exeplan.planner.choice.candidates import Candidate
 from exeplan.planner.choice.pipelines import Optimum
 from exeplan.planner.problems.problem import Problem

@@ -16,9 +16,9 @@ from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from
 from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.ipc.front_end_messages import FrontEndState, PlanRuns
-from exeplan.runner.server.clients import Client, client_in
-from exeplan.runner.server.connection import error_response, read_body
 from exeplan.runner.server.front_ends.joined_engine import JoinedEngine
+from exeplan.runner.server.network.clients import Client, client_in
+from exeplan.runner.server.network.connection import error_response, read_body
 from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.service import Service
 

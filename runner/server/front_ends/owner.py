@@ -44,11 +44,11 @@ from exeplan.runner.ipc.front_end_messages import (
 )
 from exeplan.runner.ipc.messages import Event
 from exeplan.runner.ipc.tether import BEAT_SECONDS, LOST_SECONDS
-from exeplan.runner.server.api_keys import ApiKeys
-from exeplan.runner.server.clients import Client
-from exeplan.runner.server.connection import error_response
 from exeplan.runner.server.front_ends.placer_process import PlacerProcess
 from exeplan.runner.server.generation import as_request_error
+from exeplan.runner.server.network.api_keys import ApiKeys
+from exeplan.runner.server.network.clients import Client
+from exeplan.runner.server.network.connection import error_response
 from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.service import Service
 

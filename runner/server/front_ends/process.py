@@ -11,7 +11,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.plan import Plan
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from
@@ -22,15 +22,15 @@ from exeplan.runner.ipc.frames import frame
 from exeplan.runner.ipc.front_end_messages import OWNER_MESSAGES, FrontEndOptions, FrontEndRefused, FrontEndSetup
 from exeplan.runner.ipc.tether import LOST_SECONDS
 from exeplan.runner.server.admission import Admission
-from exeplan.runner.server.api_keys import ApiKeys
 from exeplan.runner.server.front_ends.joined_engine import JoinedEngine
 from exeplan.runner.server.front_ends.joined_service import JoinedService, OfOwner
-from exeplan.runner.server.hosts import Hosts
 from exeplan.runner.server.lifecycle import serve_until_stopped
-from exeplan.runner.server.listener import Listener, open_listener
+from exeplan.runner.server.network.api_keys import ApiKeys
+from exeplan.runner.server.network.hosts import Hosts
+from exeplan.runner.server.network.listener import Listener, open_listener
+from exeplan.runner.server.network.tls import Tls
 from exeplan.runner.server.read_again import read_again
 from exeplan.runner.server.routes import build_app
-from exeplan.runner.server.tls import Tls
 
 log = logging.getLogger(__name__)
 

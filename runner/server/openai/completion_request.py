@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
-from exeplan.runner.compute.sampling import INT_LIMITS
+from exeplan.runner.compute.tokens.sampling import INT_LIMITS
 from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.openai.fields import Only, Text, TokenId
 from exeplan.runner.server.openai.generation_request import MAX_LOGPROBS, GenerationRequest

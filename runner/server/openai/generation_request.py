@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from exeplan.errors import InputError
-from exeplan.runner.compute.sampling import (
+from exeplan.runner.compute.tokens.sampling import (
     BIAS_LIMITS,
     FLOAT_LIMITS,
     INT_LIMITS,

@@ -11,7 +11,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 
-from exeplan.runner.server.connection import OPEN_PATHS
+from exeplan.runner.server.network.connection import OPEN_PATHS
 from exeplan.runner.server.openai.fields import MODEL_NAME_FORMAT, TOKEN_ID_FORMAT
 from exeplan.runner.server.views.interface import DEFINITIONS, Schema, failures
 from exeplan.version import __version__

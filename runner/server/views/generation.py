@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from exeplan.runner.server.generation import generate
 from exeplan.runner.server.openai.chat_request import ChatRequest
 from exeplan.runner.server.openai.completion_request import CompletionRequest
-from exeplan.runner.server.responses import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from exeplan.runner.server.openai.responses import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from exeplan.runner.server.views.interface import Schema, Served, declared, failures, reads
 
 router = APIRouter()

@@ -11,11 +11,11 @@ from exeplan.drift import state as drift_state
 from exeplan.errors import InputError
 from exeplan.planner.reports.tables import json_line
 from exeplan.runner.engine_process.job import EngineError
-from exeplan.runner.server.clients import check_admin
-from exeplan.runner.server.connection import read_body
+from exeplan.runner.server.network.clients import check_admin
+from exeplan.runner.server.network.connection import read_body
+from exeplan.runner.server.observation.predicted import predicted_and_observed
 from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.plan_control import Acceptance, Adopted, Veto, Vetoed, control
-from exeplan.runner.server.predicted import predicted_and_observed
 from exeplan.runner.server.views.interface import Served, declared, failures, reads
 
 router = APIRouter()

@@ -11,8 +11,8 @@ from typing_extensions import TypedDict
 
 from exeplan.errors import InputError
 from exeplan.runner.engine_process.replicas import ReplicaSet
-from exeplan.runner.server.clients import check_admin
-from exeplan.runner.server.connection import read_body
+from exeplan.runner.server.network.clients import check_admin
+from exeplan.runner.server.network.connection import read_body
 from exeplan.runner.server.openai.check import check
 from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.openai.fields import Strict

@@ -6,8 +6,8 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from typing_extensions import TypedDict
 
-from exeplan.runner.server.clients import client_of
-from exeplan.runner.server.connection import read_body
+from exeplan.runner.server.network.clients import client_of
+from exeplan.runner.server.network.connection import read_body
 from exeplan.runner.server.openai.tokenize_request import DetokenizeRequest, TokenizeRequest
 from exeplan.runner.server.views.interface import Served, declared, failures, reads
 

@@ -8,7 +8,7 @@ import pytest
 
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.planner.choice import pipelines
 from exeplan.planner.choice.adjusting import adjusted_schedules, may_gain

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.pass_memory import LEAST_PASSES
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.errors import InputError
 from exeplan.planner.choice.optimize import optimize

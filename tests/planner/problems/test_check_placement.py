@@ -3,7 +3,7 @@
 import pytest
 
 from exeplan.core.cluster import Cluster, Link
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.planner.problems.check_placement import check_devices, check_placement

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from exeplan.core.cluster import Cluster, Link
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.planner.problems.layouts import Layout, StageLoad, groups, layouts, placed, share_out, split_groups
 
 LINK = Link(bytes_per_second=1e10, latency=1e-5)

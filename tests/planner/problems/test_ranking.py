@@ -10,7 +10,7 @@ import pytest
 
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.errors import Infeasible

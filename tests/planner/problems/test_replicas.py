@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, Link, load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.planner.choice.optimize import optimize, with_frontier
 from exeplan.planner.problems.problem import make_problem
 from exeplan.planner.problems.replicas import (

@@ -7,7 +7,7 @@ import pytest
 import exeplan
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Placement, Schedule, Sharding, Stage
 from exeplan.errors import InputError
 from exeplan.planner.choice.search_space import search_variants

@@ -8,8 +8,8 @@ import pytest
 
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
-from exeplan.core.layer_costs import embedding_parameters, layer_parameters, model_parameters
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.layer_costs import embedding_parameters, layer_parameters, model_parameters
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan, save_plan
 from exeplan.core.schedule import Estimate, Placement, ReplicaGroup, Schedule, Stage
 from exeplan.errors import InputError

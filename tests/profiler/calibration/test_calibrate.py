@@ -9,7 +9,7 @@ import pytest
 from exeplan.api import datasheet_profile
 from exeplan.cli import main
 from exeplan.core.correction import Correction
-from exeplan.core.model import load_model_sizes
+from exeplan.core.models.model import load_model_sizes
 from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.errors import InputError
 from exeplan.planner.margins.deployments import correction_law

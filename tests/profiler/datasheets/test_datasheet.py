@@ -18,16 +18,16 @@ import pytest
 
 from exeplan.cli import main
 from exeplan.core.cluster import load_cluster
-from exeplan.core.layer_costs import (
+from exeplan.core.models.layer_costs import (
     embedding_parameters,
     layer_parameters_read,
     layer_parameters_used,
     model_parameters,
 )
-from exeplan.core.model import ModelSpec, load_model_spec, model_spec
+from exeplan.core.models.model import ModelSpec, load_model_spec, model_spec
+from exeplan.core.models.sparse_layers import Experts
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
 from exeplan.core.schedule import Sharding
-from exeplan.core.sparse_layers import Experts
 from exeplan.errors import InputError
 from exeplan.files import shipped, shipped_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, routed_seconds, with_links

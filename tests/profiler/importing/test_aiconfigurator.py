@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exeplan.core.layer_costs import layer_parameters, model_parameters
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.layer_costs import layer_parameters, model_parameters
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import Measurement, Profile
 from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.profiler.importing.attention import Kernels, attention_rows, shard_shape
 
 LAUNCH, A_BYTE = 10e-6, 1e-12

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import OPS, Measurement, load_profile, save_profile
 from exeplan.errors import InputError
 from exeplan.profiler.importing import import_profile

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.profiler.datasheets.datasheet import load_datasheet
 from exeplan.profiler.importing import aiconfigurator, import_profile

@@ -2,7 +2,7 @@
 
 import pytest
 
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import Device, Measurement
 from exeplan.errors import InputError
 from exeplan.profiler.importing.imported_rows import ImportedRows

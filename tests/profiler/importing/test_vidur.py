@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from exeplan.core.model import ModelSpec
+from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import Measurement, Profile
 from exeplan.errors import InputError
 from exeplan.profiler.datasheets.datasheet import load_datasheet

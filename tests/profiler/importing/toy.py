@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 
 
 def toy_spec(name: str, *, intermediate_size: int, vocab_size: int) -> ModelSpec:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.machine_speed import MachineSpeed, SpeedSample
 from exeplan.core.profile import Profile, ReferencePass
+from exeplan.core.runs.machine_speed import MachineSpeed, SpeedSample
 from exeplan.profiler.measuring.calibrate import BurstStep, Calibration, calibrate
 from exeplan.runner.engine.engine import StepRecord
 from exeplan.simulator.cost import CostModel

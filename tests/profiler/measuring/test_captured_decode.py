@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import COMPUTE_OPS, Device, load_profile
 from exeplan.core.schedule import Schedule, Sharding
 from exeplan.kernels.select import REFERENCE
@@ -17,8 +17,8 @@ from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.points import Point, Work
 from exeplan.profiler.profile_model import profile_model
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.paged_step import PagedAttention
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.passes.paged_step import PagedAttention
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.simulator.cost import CostModel
 

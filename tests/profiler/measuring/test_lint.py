@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.core.profile import Device, Measurement, Profile
 from exeplan.profiler.measuring.lint import lint
 

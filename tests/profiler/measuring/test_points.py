@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import Device
 from exeplan.profiler.measuring.points import Point, Range, Work, choose_range, first_rows, order, ragged
 

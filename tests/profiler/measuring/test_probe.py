@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.profiler.measuring.memory import peak_bytes, tensor_bytes
 from exeplan.profiler.measuring.probe import PassTimes, Probe
 from exeplan.runner.compute.model_runner import ModelRunner

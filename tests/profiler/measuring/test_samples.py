@@ -2,8 +2,8 @@
 
 import pytest
 
-from exeplan.core.machine_speed import MachineSpeed, SpeedSample
 from exeplan.core.profile import Measurement, ReferencePass
+from exeplan.core.runs.machine_speed import MachineSpeed, SpeedSample
 from exeplan.profiler.measuring.samples import Key, Samples, resumed
 
 LAYER: Key = ("layer", "decode", 4, 0, 64)

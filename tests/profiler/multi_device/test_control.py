@@ -4,7 +4,7 @@ import multiprocessing
 
 import pytest
 
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.profiler.multi_device.control import control_rows
 
 CONFIG = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.profiler.multi_device.links import link_rows
 from exeplan.profiler.multi_device.rank_job import RankJob
 
@@ -37,7 +37,7 @@ SUMS = RankJob(
     seconds=0.1,
 )
 PROFILER = f"""
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.profiler.multi_device.rank_job import RankJob
 from exeplan.profiler.multi_device.links import link_rows
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
 from exeplan.core.schedule import Sharding, Stage
 from exeplan.errors import InputError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import Device
 from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.points import Point, Range, Work

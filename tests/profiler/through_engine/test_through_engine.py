@@ -7,7 +7,7 @@ import pytest
 
 from exeplan.cli import main
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import load_profile
 from exeplan.errors import InputError
 from exeplan.profiler.through_engine import driver as driver_module

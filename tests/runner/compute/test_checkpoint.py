@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.errors import InputError
-from exeplan.runner.compute.checkpoint import INDEX, Checkpoint, RandomWeights
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.shard import ShardRange
+from exeplan.runner.compute.weights.checkpoint import INDEX, Checkpoint, RandomWeights
+from exeplan.runner.compute.weights.shard import ShardRange
 
 CONFIG = LlamaConfig(
     vocab_size=97,

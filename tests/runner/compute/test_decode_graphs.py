@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exeplan.core.batch import Batch, Chunk, SequenceState, num_blocks_for
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.kernels.select import REFERENCE, Kernels
-from exeplan.runner.compute.checkpoint import RandomWeights
-from exeplan.runner.compute.decode_graphs import ladder
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.passes.decode_graphs import ladder
+from exeplan.runner.compute.weights.checkpoint import RandomWeights
+from exeplan.runner.compute.weights.shard import Shard
 
 VOCAB = 97
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}

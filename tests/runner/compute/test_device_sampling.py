@@ -15,8 +15,8 @@ from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exeplan.kernels.select import REFERENCE, Kernels
-from exeplan.runner.compute.device_sampling import needs_tokens, sample_on_device
-from exeplan.runner.compute.sampling import SamplingParams, sample
+from exeplan.runner.compute.tokens.device_sampling import needs_tokens, sample_on_device
+from exeplan.runner.compute.tokens.sampling import SamplingParams, sample
 
 VOCAB = 50
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.kernels.linear import Linear, row_bucket
-from exeplan.runner.compute.experts import Experts, Router, Routing, grouped
-from exeplan.runner.compute.shard import ShardRange
+from exeplan.kernels.products.linear import Linear, row_bucket
+from exeplan.runner.compute.blocks.experts import Experts, Router, Routing, grouped
+from exeplan.runner.compute.weights.shard import ShardRange
 
 
 @given(

@@ -2,7 +2,7 @@
 
 import torch
 
-from exeplan.runner.compute.graph_capture import GraphCapturer
+from exeplan.runner.compute.passes.graph_capture import GraphCapturer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exeplan.core.batch import SequenceState
-from exeplan.core.model import load_model_spec, model_spec
+from exeplan.core.models.model import load_model_spec, model_spec
 from exeplan.core.plan import Plan, with_utilization
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
@@ -23,7 +23,7 @@ from exeplan.runner.compute.kv_budget import (
     warn_if_below_plan,
 )
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.engine_process.build import engine_setup

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.errors import InputError
-from exeplan.runner.compute.kv_cache import KVCache
+from exeplan.runner.compute.passes.kv_cache import KVCache
 
 SPEC = model_spec(
     {

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from exeplan.core.batch import Batch, PackedPrompt, Packing, SequenceState, num_blocks_for
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.packed_step import PackedRows, one_a_row
-from exeplan.runner.compute.sampling import GREEDY
+from exeplan.runner.compute.passes.packed_step import PackedRows, one_a_row
+from exeplan.runner.compute.tokens.sampling import GREEDY
 from exeplan.runner.distributed.batch_messages import Mirror, batch_message
 from exeplan.runner.engine.requests import RequestState
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.core.schedule import Schedule, single_stage
@@ -14,7 +14,7 @@ from exeplan.errors import InputError
 from exeplan.kernels import native
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.precision import activation_dtype, cache_dtype, check_precision
+from exeplan.runner.compute.weights.precision import activation_dtype, cache_dtype, check_precision
 from exeplan.runner.engine_process.build import build_engine, engine_setup
 from exeplan.simulator.memory import kv_bytes_per_token
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.model import load_model_spec
-from exeplan.kernels.linear import prepacks, row_bucket
+from exeplan.core.models.model import load_model_spec
+from exeplan.kernels.products.linear import prepacks, row_bucket
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.row_buckets import RowBucket
+from exeplan.runner.compute.passes.row_buckets import RowBucket
 
 
 @given(rows=st.integers(1, 1 << 16))

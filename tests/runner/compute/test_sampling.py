@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from exeplan.errors import InputError
-from exeplan.runner.compute.sampling import SamplingParams, candidates, sample
+from exeplan.runner.compute.tokens.sampling import SamplingParams, candidates, sample
 
 VOCAB = 50
 token_lists = st.lists(st.integers(0, VOCAB - 1), max_size=12)

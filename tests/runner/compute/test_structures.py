@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.models.model import ModelSpec, load_model_spec
 from exeplan.errors import InputError
 from exeplan.kernels.select import REFERENCE
-from exeplan.runner.compute.device_sampling import needs_tokens, sample_on_device
-from exeplan.runner.compute.sampling import MAX_STRUCTURE_CHARS, SamplingParams, sample
-from exeplan.runner.compute.structures import Matcher, Structures, check_grammar, compile_grammar
+from exeplan.runner.compute.tokens.device_sampling import needs_tokens, sample_on_device
+from exeplan.runner.compute.tokens.sampling import MAX_STRUCTURE_CHARS, SamplingParams, sample
+from exeplan.runner.compute.tokens.structures import Matcher, Structures, check_grammar, compile_grammar
 from exeplan.runner.engine.tokenizer import FileCodec, Tokenizer, structure_tokenizer
 from exeplan.runner.server.openai.generation_request import Structure
-from exeplan.runner.server.structure import grammar_of
+from exeplan.runner.server.openai.structure import grammar_of
 
 DEMO = load_model_spec("demo")
 END = 257

@@ -3,7 +3,7 @@
 import pytest
 
 from exeplan.kernels.select import REFERENCE
-from exeplan.runner.compute.decode_graphs import ladder
+from exeplan.runner.compute.passes.decode_graphs import ladder
 from exeplan.runner.compute.warm_up import warm_up_runner
 
 from .test_decode_graphs import SPECS, prefilled, runner_of

@@ -6,7 +6,7 @@ python supervisor.py
 import time
 from collections.abc import Callable
 
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.runner.distributed.launcher import Launcher

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from exeplan.core.handover import PIECE_BYTES, num_receivers, pieces
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Stage
-from exeplan.runner.compute.kv_cache import KVCache
-from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.passes.kv_cache import KVCache
+from exeplan.runner.compute.weights.shard import Shard
 from exeplan.runner.distributed.kv_transfer import (
     Expected,
     Receiver,

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import WorkerError
 from exeplan.runner.engine.timeline import read_events

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.errors import InputError
 from exeplan.runner.distributed.ray_agent import ModelOfPlan, _find
 

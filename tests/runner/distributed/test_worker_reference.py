@@ -8,11 +8,11 @@ from os import kill
 import numpy as np
 import pytest
 
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.runner.compute.reference_passes import canonical_passes
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.distributed import worker_reference
 from exeplan.runner.distributed.worker_reference import WorkerReferencePasses
 from exeplan.runner.engine.engine import Engine, Request

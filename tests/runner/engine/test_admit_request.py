@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.errors import InputError
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.admit_request import AdmissionError, admit_request
 from exeplan.runner.engine.requests import Request, RequestState
 from exeplan.runner.engine.tokenizer import Tokenizer

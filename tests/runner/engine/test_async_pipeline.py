@@ -8,9 +8,9 @@ from collections import deque
 import pytest
 import torch
 
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.core.schedule import Schedule
-from exeplan.runner.compute.sampling import SampledToken, SamplingParams
+from exeplan.runner.compute.tokens.sampling import SampledToken, SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import BatchDone, WorkerError, sampled_requests
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from exeplan.core.queue_order import ORDERS, SLOTTED_DAS
 from exeplan.core.schedule import Schedule
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.models.model import ModelSpec, load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.kernels.select import REFERENCE
-from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
-from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.passes.kv_cache import KVCache
+from exeplan.runner.compute.tokens.sampling import SamplingParams
+from exeplan.runner.compute.weights.shard import Shard
 from exeplan.runner.engine import kv_migration
 from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, PlanSwitch, Request

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from exeplan.core.model import load_model_spec, model_spec
+from exeplan.core.models.model import load_model_spec, model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.kernels.select import REFERENCE
-from exeplan.runner.compute import prompt_logprobs
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens import prompt_logprobs
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Output, Request
 from exeplan.runner.engine.executor import Executor, InProcessExecutor

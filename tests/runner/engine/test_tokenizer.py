@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
 
-from exeplan.core.model import model_spec
+from exeplan.core.models.model import model_spec
 from exeplan.errors import InputError
 from exeplan.runner.engine.tokenizer import FileCodec, Tokenizer, eos_token_ids
 
@@ -170,7 +170,9 @@ def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path, config
 
 
 def test_tokenizing_needs_no_torch():
-    script = "import sys, exeplan.runner.engine.tokenizer, exeplan.runner.compute.sampling as s; s.SamplingParams()"
+    script = (
+        "import sys, exeplan.runner.engine.tokenizer, exeplan.runner.compute.tokens.sampling as s; s.SamplingParams()"
+    )
     subprocess.run([sys.executable, "-c", f"{script}; sys.exit('torch' in sys.modules)"], check=True)
 
 

@@ -9,12 +9,12 @@ from dataclasses import asdict, replace
 import pytest
 from msgspec.structs import replace as with_fields
 
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
 from exeplan.runner.compute.reference_passes import canonical_passes
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.job import EngineError, Job

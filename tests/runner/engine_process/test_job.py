@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import asdict
 
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.job import MAX_UNREAD, Job
 from exeplan.runner.ipc.messages import Event, Prompt, PromptLogprobs, Sampling
 from exeplan.runner.server.openai.generation_request import MAX_PROMPT_LOGPROBS

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import ROUTERS, Schedule, single_stage
 from exeplan.runner.engine_process.build import engine_setup

@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, ReplicaGroup, Schedule, single_stage
 from exeplan.errors import InputError
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.job import Job
 from exeplan.runner.engine_process.replicas import ReplicaSet

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from exeplan.core.batch import Packing
 from exeplan.profiler.multi_device import links
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.distributed.multiprocess_executor import MultiprocessExecutor
 from exeplan.runner.distributed.worker import Worker
 from exeplan.runner.distributed.worker_group import WorkerGroup
@@ -26,12 +26,12 @@ from exeplan.runner.replan import advisor
 from exeplan.runner.replan.advisor import Advisor
 from exeplan.runner.replan.devices import DeviceFollower
 from exeplan.runner.replan.replanner import Replanner
-from exeplan.runner.server import readers
 from exeplan.runner.server.front_ends import placer_process, process
 from exeplan.runner.server.front_ends.joined_engine import JoinedEngine
 from exeplan.runner.server.front_ends.owner import _FrontEnd
-from exeplan.runner.server.reader_process import Reader
-from exeplan.runner.server.readers import Readers
+from exeplan.runner.server.network import readers
+from exeplan.runner.server.network.reader_process import Reader
+from exeplan.runner.server.network.readers import Readers
 from exeplan.runner.server.service import Service
 
 DECLARED = [*vars(messages).values(), *vars(front_end_messages).values()]

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.runner import models
 from exeplan.runner.compute.families import family_names
@@ -21,9 +21,16 @@ from .test_models import ROTARY, generate, prompt, serve
 
 OLMO = '''"""OLMo: Llama's layer with a LayerNorm that has no weights."""
 
-from exeplan.runner.compute.layers import LayerNorm, SelfAttention, added, attention_shape, gated_mlp, projections
-from exeplan.runner.compute.rotary import Rotary
-from exeplan.runner.compute.vocabulary import Vocabulary
+from exeplan.runner.compute.blocks.layers import (
+    LayerNorm,
+    SelfAttention,
+    added,
+    attention_shape,
+    gated_mlp,
+    projections,
+)
+from exeplan.runner.compute.blocks.rotary import Rotary
+from exeplan.runner.compute.weights.vocabulary import Vocabulary
 
 PREFIX = "model."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

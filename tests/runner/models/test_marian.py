@@ -9,13 +9,13 @@ import torch
 from transformers import MarianConfig, MarianMTModel
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
-from exeplan.core.model import load_model_spec, model_spec
+from exeplan.core.models.model import load_model_spec, model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
-from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.tokens.sampling import SamplingParams
+from exeplan.runner.compute.weights.shard import Shard
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.ipc.collectives import SharedBuffer, SharedMemoryGroup, group_bytes

@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.model import load_model_spec, model_spec
+from exeplan.core.models.model import load_model_spec, model_spec
+from exeplan.core.models.sparse_layers import RUN_SPARSE
 from exeplan.core.schedule import Schedule
-from exeplan.core.sparse_layers import RUN_SPARSE
 from exeplan.kernels.select import REFERENCE
-from exeplan.runner.compute import experts
+from exeplan.runner.compute.blocks import experts
 from exeplan.runner.compute.families import CPU_ONLY, family_names
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
-from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.tokens.sampling import SamplingParams
+from exeplan.runner.compute.weights.shard import Shard
 from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import Executor, InProcessExecutor

@@ -13,19 +13,19 @@ from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
+from exeplan.core.models.sparse_layers import LatentAttention
 from exeplan.core.schedule import Schedule
-from exeplan.core.sparse_layers import LatentAttention
 from exeplan.errors import InputError
 from exeplan.kernels import native
-from exeplan.kernels.int4_linear import Int4Linear, multiplies_int4
-from exeplan.kernels.int8_linear import Int8Linear, multiplies_int8
-from exeplan.kernels.int_linear import IntLinear
+from exeplan.kernels.products.int4_linear import Int4Linear, multiplies_int4
+from exeplan.kernels.products.int8_linear import Int8Linear, multiplies_int8
+from exeplan.kernels.products.int_linear import IntLinear
 from exeplan.profiler.measuring.memory import tensor_bytes
 from exeplan.profiler.multi_device.shards import Silent, mixtures_of
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.precision import holding_remarks
-from exeplan.runner.compute.shard import whole
+from exeplan.runner.compute.weights.precision import holding_remarks
+from exeplan.runner.compute.weights.shard import whole
 
 from .. import ranks
 from .quantized_checkpoints import FAMILIES, LAYOUTS, W8A8, copied, save, save_mxfp4

@@ -9,13 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from exeplan.core.model import load_model_spec, model_spec
-from exeplan.core.sparse_layers import RUN_SPARSE
+from exeplan.core.models.model import load_model_spec, model_spec
+from exeplan.core.models.sparse_layers import RUN_SPARSE
 from exeplan.errors import InputError
 from exeplan.profiler.multi_device.shards import mixtures_of
 from exeplan.runner.compute.families import load_model
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.shard import Shard, expert_range, head_ranges, whole
+from exeplan.runner.compute.weights.shard import Shard, expert_range, head_ranges, whole
 from exeplan.runner.ipc.collectives import SharedBuffer, SharedMemoryGroup, group_bytes
 
 from .. import ranks

@@ -11,13 +11,13 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.model import load_model_spec, model_spec
+from exeplan.core.models.model import load_model_spec, model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import SamplingParams
-from exeplan.runner.compute.shard import ALONE, Group, Shard
+from exeplan.runner.compute.tokens.sampling import SamplingParams
+from exeplan.runner.compute.weights.shard import ALONE, Group, Shard
 from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor

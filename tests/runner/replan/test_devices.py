@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from exeplan.core.bounds import Bound
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan, single_plans
 from exeplan.core.profile import Profile, save_profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.drift.state import Rules
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.job import EngineError

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from exeplan.core.bounds import Bound
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, save_profile
 from exeplan.core.schedule import ReplicaGroup, Schedule, single_stage
 from exeplan.drift.state import Rules
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan, read_plan
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.ipc.messages import EngineSetup, Prompt, Sampling

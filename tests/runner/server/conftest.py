@@ -35,7 +35,7 @@ SERVE = """
 import gc, json, os, sys
 from pathlib import Path
 from exeplan.errors import InputError
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.planner.load_problem import read_plan
 from exeplan.runner.server.options import ServeOptions
 from exeplan.runner.server.server import serve

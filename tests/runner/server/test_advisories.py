@@ -31,9 +31,9 @@ from pathlib import Path
 import pytest
 
 import exeplan
-from exeplan.runner.server import api_keys
-from exeplan.runner.server.api_keys import ApiKeys
-from exeplan.runner.server.connection import OPEN_PATHS, Gate
+from exeplan.runner.server.network import api_keys
+from exeplan.runner.server.network.api_keys import ApiKeys
+from exeplan.runner.server.network.connection import OPEN_PATHS, Gate
 
 from ..processes import descendants
 from .test_bad_input import BODIES

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from exeplan.errors import InputError
-from exeplan.runner.server.api_keys import ApiKeys, read_keys
-from exeplan.runner.server.clients import Client
+from exeplan.runner.server.network.api_keys import ApiKeys, read_keys
+from exeplan.runner.server.network.clients import Client
 
 from ..processes import eventually
 from .test_lifecycle import streaming

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from exeplan.runner.engine_process.job import Job
 from exeplan.runner.ipc.messages import Event
 from exeplan.runner.server import lifecycle
-from exeplan.runner.server.clients import MOST_PAUSE_SECONDS, REFUSALS_PER_SECOND, Client, Clients, network_of
+from exeplan.runner.server.network.clients import MOST_PAUSE_SECONDS, REFUSALS_PER_SECOND, Client, Clients, network_of
 
 from ..processes import PATIENCE, eventually
 

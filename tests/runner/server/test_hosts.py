@@ -3,7 +3,7 @@
 import pytest
 
 from exeplan.errors import InputError
-from exeplan.runner.server.hosts import Hosts, check_host_name
+from exeplan.runner.server.network.hosts import Hosts, check_host_name
 
 LOOPBACK = ["localhost", "localhost:8000", "LocalHost.:1", "app.localhost", "127.0.0.1:8000", "127.1.2.3", "[::1]:80"]
 FOREIGN = [

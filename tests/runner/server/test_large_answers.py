@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from exeplan.runner.ipc.messages import Logprob
-from exeplan.runner.server.listener import open_listener, set_options
-from exeplan.runner.server.scores import Scores
+from exeplan.runner.server.network.listener import open_listener, set_options
+from exeplan.runner.server.openai.scores import Scores
 
 from .conftest import Running
 

@@ -10,9 +10,9 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, Schedule, Stage
 from exeplan.drift.state import DriftState, FewerDevices, Replanned, ReplanState, summary
 from exeplan.runner.ipc.messages import Event, Stats
-from exeplan.runner.server.clients import Totals
-from exeplan.runner.server.metrics import FINISH_REASONS, REJECTIONS, Histogram, Reading, ServeMetrics
-from exeplan.runner.server.observed import Observed
+from exeplan.runner.server.network.clients import Totals
+from exeplan.runner.server.observation.metrics import FINISH_REASONS, REJECTIONS, Histogram, Reading, ServeMetrics
+from exeplan.runner.server.observation.observed import Observed
 
 IDLE = Stats(num_blocks=10, free_blocks=10)
 MODEL_NAME = 'm"x\\y\nz'

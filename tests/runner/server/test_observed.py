@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from exeplan.core.bounds import Bound
-from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.plan import Plan
+from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.runner.ipc.messages import Stats
-from exeplan.runner.server.observed import MAX_REQUESTS, WINDOW_SECONDS, Observed, shares
-from exeplan.runner.server.predicted import predicted_and_observed
+from exeplan.runner.server.observation.observed import MAX_REQUESTS, WINDOW_SECONDS, Observed, shares
+from exeplan.runner.server.observation.predicted import predicted_and_observed
 
 
 class Clock:

@@ -7,7 +7,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis import checks
 
-from exeplan.runner.server.connection import OPEN_PATHS
+from exeplan.runner.server.network.connection import OPEN_PATHS
 from exeplan.runner.server.openai.chat_request import ChatRequest
 from exeplan.runner.server.openai.check import check
 from exeplan.runner.server.openai.completion_request import CompletionRequest

@@ -12,9 +12,9 @@ import time
 import pytest
 import uvicorn
 
-from exeplan.runner.server import connection
-from exeplan.runner.server.connection import GuardedProtocol
-from exeplan.runner.server.places import NUM_PROBES
+from exeplan.runner.server.network import connection
+from exeplan.runner.server.network.connection import GuardedProtocol
+from exeplan.runner.server.network.places import NUM_PROBES
 
 from ..processes import PATIENCE, eventually
 from .conftest import dropped, is_idle

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.runner.server import listener as module
-from exeplan.runner.server.listener import connection_limit, open_listener
-from exeplan.runner.server.places import NUM_PROBES, SHARE_OF_ONE, Places
+from exeplan.runner.server.network import listener as module
+from exeplan.runner.server.network.listener import connection_limit, open_listener
+from exeplan.runner.server.network.places import NUM_PROBES, SHARE_OF_ONE, Places
 
 from ..processes import PATIENCE
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from exeplan.runner.ipc.messages import ModelSource, ReadDetokenize, ReaderSetup
+from exeplan.runner.server.network.readers import MAX_WAITING_BYTES, Readers
 from exeplan.runner.server.openai.errors import RequestError
-from exeplan.runner.server.readers import MAX_WAITING_BYTES, Readers
 
 from ..processes import PATIENCE, descendants, eventually, is_alive
 from .conftest import CHAT_TEMPLATE, Running

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from exeplan.cli import main
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import save_profile
 
 from ..processes import PATIENCE, eventually, is_alive

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from exeplan.runner.engine.tokenizer import ByteCodec, FileCodec, Tokenizer
-from exeplan.runner.server.text_offsets import TextOffsets, TokenTexts
+from exeplan.runner.server.openai.text_offsets import TextOffsets, TokenTexts
 
 BYTES = Tokenizer(ByteCodec())
 

@@ -14,7 +14,7 @@ import pytest
 
 from exeplan.errors import InputError
 from exeplan.runner.load import served_model
-from exeplan.runner.server.tls import Tls
+from exeplan.runner.server.network.tls import Tls
 
 from ..processes import PATIENCE, eventually
 

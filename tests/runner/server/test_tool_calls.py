@@ -16,18 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from exeplan.core.model import load_model_spec
+from exeplan.core.models.model import load_model_spec
 from exeplan.errors import InputError
-from exeplan.runner.compute.structures import check_grammar
+from exeplan.runner.compute.tokens.structures import check_grammar
 from exeplan.runner.engine.chat_template import UNKNOWN_TOOL_FORMAT, ChatTemplate
 from exeplan.runner.engine.tokenizer import structure_tokenizer
 from exeplan.runner.ipc.messages import ToolFormat
-from exeplan.runner.server.harmony import parser_of
 from exeplan.runner.server.openai.chat_request import Function
 from exeplan.runner.server.openai.errors import RequestError
-from exeplan.runner.server.structure import tool_grammar
-from exeplan.runner.server.tool_arguments import MAX_HELD_CHARS, declared_types
-from exeplan.runner.server.tool_calls import DIALECTS, ToolParser, whole_calls
+from exeplan.runner.server.openai.harmony import parser_of
+from exeplan.runner.server.openai.structure import tool_grammar
+from exeplan.runner.server.openai.tool_arguments import MAX_HELD_CHARS, declared_types
+from exeplan.runner.server.openai.tool_calls import DIALECTS, ToolParser, whole_calls
 
 from .conftest import Running
 

@@ -1,0 +1,1 @@
+"""Models: what a transformer is by its config, and what its layers weigh, compute and send; no weights here."""

@@ -1,0 +1,1 @@
+"""Attention: Triton kernels over cached and new tokens with their references, and the CPU's own."""

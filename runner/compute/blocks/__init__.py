@@ -1,0 +1,1 @@
+"""Blocks: what the layers of model families are made of."""

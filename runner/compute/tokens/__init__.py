@@ -1,0 +1,1 @@
+"""Tokens: from logits to the next token of each request."""

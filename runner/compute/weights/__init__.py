@@ -1,0 +1,1 @@
+"""Weights: read, cut into shards, brought to the form that a device multiplies fastest."""

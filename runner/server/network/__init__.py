@@ -1,0 +1,1 @@
+"""The border to the network: connections, names, keys, clients and the processes that read requests."""

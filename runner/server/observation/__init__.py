@@ -1,0 +1,1 @@
+"""What the server observes, beside what its plan predicts."""

@@ -31,7 +31,7 @@ from exeplan.kernels.attention.plain import CachedRows, decode_attention
 from exeplan.kernels.products.int_linear import IntLinear
 from exeplan.kernels.products.linear import Linear
 from exeplan.planner.reports.tables import table
-from exeplan.runner.compute.host_allocator import in_huge_pages
+from exeplan.runner.compute.passes.host_allocator import in_huge_pages
 
 SHAPES = {"qkv": (1536, 1024), "up and gate": (5632, 1024), "down": (1024, 2816)}
 """Outputs and inputs of a Llama's layer with 16 and 4 heads."""

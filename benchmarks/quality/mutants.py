@@ -446,7 +446,7 @@ MUTANTS = (
         ("tests/policies/test_concat_slots.py",),
     ),
     Mutant(
-        "exeplan/policies/turbo.py",
+        "exeplan/policies/_cutting.py",
         "tried[every, best] + overhead",
         "tried[every, best]",
         "TurboBatching cuts batches at no cost",
@@ -541,8 +541,8 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/scheduling/scheduler.py",
-        "num_blocks_for(sequence.num_tokens + 1)",
-        "num_blocks_for(sequence.num_tokens)",
+        "num_blocks_for(num_tokens + 1)",
+        "num_blocks_for(num_tokens)",
         "a request is admitted without a block for its next token",
         (POLICIES, "tests/scheduling/test_scheduler.py"),
     ),

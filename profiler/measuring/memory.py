@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exeplan.runner.compute.host_allocator import give_back
+from exeplan.runner.compute.passes.host_allocator import give_back
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

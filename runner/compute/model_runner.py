@@ -21,8 +21,8 @@ from exeplan.kernels.products.linear import prepacks
 from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.runner.compute.blocks.encoder import EncoderDecoderModel, EncoderStep, num_encoder_tokens
 from exeplan.runner.compute.families import CPU_ONLY, load_model
-from exeplan.runner.compute.host_allocator import give_back, keep_freed_memory
 from exeplan.runner.compute.passes.decode_graphs import DecodeGraphs
+from exeplan.runner.compute.passes.host_allocator import give_back, keep_freed_memory
 from exeplan.runner.compute.passes.kv_cache import KVCache
 from exeplan.runner.compute.passes.packed_step import PackedRows, PackedStep, one_a_row
 from exeplan.runner.compute.passes.paged_step import PagedStep, Singles, block_table, singles_of

@@ -44,4 +44,16 @@ def test_commands_stand_by_their_positions(capsys: pytest.CaptureFixture[str]) -
         main(["--help"])
     listed = re.findall(r"^    (\w+)", capsys.readouterr().out, re.MULTILINE)
     first = ["profile", "calibrate", "convert", "greet", "optimize"]
-    assert listed == [*first, "compare", "simulate", "diff", "drift", "export", "watch", "serve", "bench", "demo"]
+    assert listed == [
+        *first,
+        "compare",
+        "simulate",
+        "diff",
+        "drift",
+        "export",
+        "watch",
+        "serve",
+        "replicas",
+        "bench",
+        "demo",
+    ]

@@ -26,7 +26,7 @@ from exeplan.core.models.model import ModelSpec
 from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels
 from exeplan.kernels.to_device import to_device
-from exeplan.runner.compute.host_allocator import in_huge_pages
+from exeplan.runner.compute.passes.host_allocator import in_huge_pages
 from exeplan.runner.compute.weights.shard import Shard, kv_range, whole
 from exeplan.units import show_bytes
 

@@ -23,7 +23,8 @@ nitpick_ignore_regex = [
     ),
     (
         "py:class",
-        r"exeplan\.(core\.(cluster\.Link|schedule\.Figure|profile\.(Device|Measurement)|(sparse_layers|quantization)\..*)"
+        r"exeplan\.(core\.(cluster\.Link|schedule\.Figure|profile\.(Device|Measurement)"
+        r"|models\.(sparse_layers|quantization)\..*)"
         r"|workload\..*\.(Deadlines|Trace))",
     ),
 ]

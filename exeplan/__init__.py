@@ -55,7 +55,7 @@ _HOMES = {
     ),
     "core.bounds": ("Bound",),
     "core.cluster": ("Cluster",),
-    "core.model": ("ModelSpec",),
+    "core.models.model": ("ModelSpec",),
     "core.plan": ("Plan",),
     "core.profile": ("Profile",),
     "core.schedule": ("Estimate", "Schedule", "Stage"),

@@ -77,8 +77,8 @@ def pass_limits(schedule: Schedule) -> PassLimits:
 
 
 def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
-    """Prompts for all slots but its own may come first, one pass after the other."""
-    return PrefillBetween(prompts=schedule["max_num_seqs"], apart=True)
+    """Prompts for all slots may come first, one pass after the other, and the rest of one that was cut."""
+    return PrefillBetween(prompts=schedule["max_num_seqs"] + 1, apart=True)
 
 
 def starts_together(schedule: Schedule) -> int:

@@ -51,7 +51,7 @@ def control_variables(policy: str, draw: Any) -> dict[str, int]:
     adjusted = {"adjust_percent": 30, "prefill_tokens": 150, "decode_batch": 8}
     if policy == "orca":
         return {"max_num_seqs": size}
-    if policy == "chunked":
+    if policy in ("chunked", "sglang"):
         return {"max_num_seqs": size, "max_num_batched_tokens": size + draw(st.integers(1, 60))}
     if policy == "rra":
         more = draw(st.sampled_from([{}, {"max_num_batched_tokens": 100}, adjusted]))

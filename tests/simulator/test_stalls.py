@@ -33,6 +33,8 @@ SCHEDULES = (
     Schedule("orca", {"max_num_seqs": 16, "micro_batches": 2, "max_num_batched_tokens": 100}),
     Schedule("chunked", {"max_num_seqs": 16, "max_num_batched_tokens": 48}),
     Schedule("chunked", {"max_num_seqs": 16, "max_num_batched_tokens": 128, "micro_batches": 2}),
+    Schedule("sglang", {"max_num_seqs": 16, "max_num_batched_tokens": 48}),
+    Schedule("sglang", {"max_num_seqs": 16, "max_num_batched_tokens": 128, "micro_batches": 2}),
     Schedule("rra", {"prefill_batch": 8, "decode_steps": 4}),
     Schedule("rra", {"prefill_batch": 8, "decode_steps": 4, "micro_batches": 2}),
     Schedule("static", {"batch_size": 8}),

@@ -183,8 +183,8 @@ def fake_gpu(total: int, *, taken: int = 0) -> Iterator[Accounting]:
             "exeplan.runner.compute.model_runner.kernels_for", lambda device, dtype: select._table("cuda", dtype)
         )
         for package in (exeplan.kernels, importlib.import_module("exeplan.runner.compute")):
-            for file in pkgutil.iter_modules(package.__path__):
-                module = importlib.import_module(f"{package.__name__}.{file.name}")
+            for file in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                module = importlib.import_module(file.name)
                 for name in _KERNELS if package is exeplan.kernels else ():
                     if name in vars(module):
                         patch.setattr(module, name, _NotLaunched())

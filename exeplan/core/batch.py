@@ -3,6 +3,7 @@
 Not here: which sequence is admitted, preempted or finished (`exeplan/scheduling/scheduler.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate
@@ -175,6 +176,20 @@ def balanced_part(rows: tuple[SequenceState, ...], parts: int) -> tuple[Sequence
     _, _, largest = max(shares, key=lambda share: (share[0], -share[1]))
     chosen = {id(row) for row in largest}
     return tuple(row for row in rows if id(row) in chosen)
+
+
+def cut_prompts(rows: Sequence[SequenceState], room: int, *, whole: bool) -> tuple[Chunk, ...]:
+    """What of the first rows a pass with room for so many tokens computes: the last one is cut, unless prompts stay
+    `whole`, of which one that does not fit waits for a pass of its own."""
+    chunks: list[Chunk] = []
+    for row in rows:
+        start = row.num_computed_tokens
+        end = row.num_tokens if whole else min(row.num_tokens, start + room)
+        if chunks and (room <= 0 or end - start > room):
+            break
+        chunks.append(Chunk(start, end, end == row.num_tokens))
+        room -= end - start
+    return tuple(chunks)
 
 
 def within(rows: tuple[SequenceState, ...], limit: int) -> tuple[SequenceState, ...]:

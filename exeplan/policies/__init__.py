@@ -11,8 +11,7 @@ path of a file, a plan on disk the path from its own folder; on several hosts th
 
 Security: a policy file is code, and loading it runs it. It is loaded only where the user names it on the command line
 or in Python, or in a plan file that the user simulates, serves or measures. A plan from the network cannot name one
-(`runner/server/plan_control.py`), and no folder is searched for policies. Hosts of one plan trust each other: they hold
-its cluster key.
+(`runner/server/plan_control.py`), and no folder is searched for policies.
 """
 
 import importlib

@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, Chunk
+from exeplan.core.batch import Batch, cut_prompts
 from exeplan.core.control_variables import check_token_limit, micro_batchings, require
 from exeplan.core.schedule import Schedule
 from exeplan.policies._chunk_passes import SPREAD, ChunkPasses, chunk_passes, most_resident
@@ -271,18 +271,9 @@ def _pass_of(schedule: Schedule, queue: Queue, number: int, joining: int) -> Bat
         free = min(free, cap - len(begun))
     to_fill = room - sum(row.num_tokens - row.num_computed_tokens for row in begun)
     prefill = begun + queue.admissible(free, max_tokens=to_fill)
-    chunks: list[Chunk] = []
-    for row in prefill:
-        start = row.num_computed_tokens
-        end = min(row.num_tokens, start + room)
-        if queue.whole_prompts and end < row.num_tokens:
-            if chunks:  # It waits for a pass of its own.
-                break
-            end = row.num_tokens
-        chunks.append(Chunk(start, end, end == row.num_tokens))
-        room -= end - start
+    chunks = cut_prompts(prefill, room, whole=queue.whole_prompts)
     prefill = prefill[: len(chunks)]
-    return Batch(prefill=prefill, decode=decode, chunks=tuple(chunks), group=number) if running or prefill else None
+    return Batch(prefill=prefill, decode=decode, chunks=chunks, group=number) if running or prefill else None
 
 
 def groups_used(schedule: Schedule, num_requests: int, num_stages: int) -> int:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import BLOCK_SIZE, Batch, Chunk, SequenceState
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState, cut_prompts
 from exeplan.core.control_variables import micro_batchings, require, slot_share
 from exeplan.core.schedule import Schedule
 from exeplan.policies._chunk_passes import binomials
@@ -250,16 +250,9 @@ def _prefill(
     free = slot_share(slots, len(queue.groups), number) - len(queue.groups[number])
     to_fill = room - sum(row.num_tokens - row.num_computed_tokens for row in begun)
     fresh = _admitted(queue, state, free, to_fill) if queue.waiting and state.full_with is None else ()
-    chunks: list[Chunk] = []
-    for row in begun + fresh:
-        start = row.num_computed_tokens
-        end = row.num_tokens if queue.whole_prompts else min(row.num_tokens, start + room)
-        if chunks and (room <= 0 or end - start > room):  # A whole prompt waits for a pass of its own.
-            break
-        chunks.append(Chunk(start, end, end == row.num_tokens))
-        room -= end - start
+    chunks = cut_prompts(begun + fresh, room, whole=queue.whole_prompts)
     prefill = (begun + fresh)[: len(chunks)]
-    return Batch(prefill=prefill, chunks=tuple(chunks), group=number) if prefill else None
+    return Batch(prefill=prefill, chunks=chunks, group=number) if prefill else None
 
 
 def _admitted(queue: Queue, state: _Admission, limit: int, max_tokens: int) -> tuple[SequenceState, ...]:

@@ -271,3 +271,13 @@ def test_the_ceiling_is_where_the_lines_from_both_sides_meet() -> None:
     # Up by one a step from 10, and up by one a step back from 20: both are at 16 there.
     assert concave_ceiling({0: 0.0, 10: 10.0, 20: 12.0, 30: 2.0}, 20) == pytest.approx(16.0)
     assert concave_ceiling({10: 5.0, 11: 6.0, 12: 5.5}, 11) == 6.0
+
+
+def test_what_is_to_be_beaten_hides_no_value_between_the_listed_ones(opt: Profile) -> None:
+    # Two pipelines of two GPUs serve 14.24 requests/s; one of four stages more, at 192 tokens a pass, not listed.
+    law = load_workload("normal:in=75,37,300;out=294,147,882")
+    problem = make_problem(opt, law, Bound(seconds=130.0), cluster=A40.part(4))
+    found = search_variants(problem, "chunked", method="branch-and-bound", bound=130.0, at_least=14.24)
+    assert found is not None
+    assert found[0].best is not None
+    assert found[0].best.outcome.throughput > 14.5

@@ -411,7 +411,7 @@ MUTANTS = (
         (FORESIGHT,),
     ),
     Mutant(
-        "exeplan/policies/_groups.py",
+        "exeplan/policies/shared/groups.py",
         "groups / circulate(_drawn(seconds, probability), groups).rate",
         "groups * float(probability @ seconds.max(axis=0).mean(axis=1))",
         "a round is as long as average passes on the slowest stage: no group holds up another",
@@ -432,7 +432,7 @@ MUTANTS = (
         (FORESIGHT,),
     ),
     Mutant(
-        "exeplan/policies/_waa_steady.py",
+        "exeplan/policies/shared/waa_steady.py",
         "float(seen @ states.outside)",
         "0.0",
         "WAA's first decode does not wait for the KV transfer",
@@ -446,7 +446,7 @@ MUTANTS = (
         ("tests/policies/test_concat_slots.py",),
     ),
     Mutant(
-        "exeplan/policies/_cutting.py",
+        "exeplan/policies/shared/cutting.py",
         "tried[every, best] + overhead",
         "tried[every, best]",
         "TurboBatching cuts batches at no cost",
@@ -468,7 +468,7 @@ MUTANTS = (
         (POLICIES,),
     ),
     Mutant(
-        "exeplan/policies/_waa.py",
+        "exeplan/policies/shared/waa.py",
         '.num_prefill_stages + 1) * schedule["prefill_batch"]',
         '.num_prefill_stages) * schedule["prefill_batch"]',
         "WAA prefills one batch less ahead",
@@ -482,7 +482,7 @@ MUTANTS = (
         ("tests/policies/test_chunked.py",),
     ),
     Mutant(
-        "exeplan/policies/_adjustment.py",
+        "exeplan/policies/shared/adjustment.py",
         "tokens + sequence.num_tokens > load * (1 + share)",
         "tokens > load * (1 + share)",
         "an adjusted prefill exceeds its threshold by one prompt",

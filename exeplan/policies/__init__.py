@@ -2,8 +2,8 @@
 
 A policy module offers what `interface.Policy` lists: the search's knobs, its steady state for the closed form, and the
 next batch for replay and engine. Adding a policy is adding a file here (and its test); `exeplan.policies.<name>`
-becomes `--policy <name>`, with hyphens for underscores. A file whose name starts with an underscore is not a policy: it
-holds code that several policies share.
+becomes `--policy <name>`, with hyphens for underscores. The folder `shared` has no policies: it holds code that several
+of them share.
 
 A policy may also come from outside the package: from a file, `--policy ./mine.py`, or from an installed package that
 names its module in the entry point group `exeplan.policies`. `auto` never tries these. A schedule holds the absolute
@@ -50,8 +50,8 @@ def load_policy(name: str) -> Policy:
 @cache
 def policy_names() -> tuple[str, ...]:
     """The policies of this package, sorted."""
-    names = (module.name for module in pkgutil.iter_modules(__path__))
-    return tuple(sorted(name.replace("_", "-") for name in names if not name.startswith("_") and name != "interface"))
+    names = (file.name for file in pkgutil.iter_modules(__path__) if not file.ispkg and file.name != "interface")
+    return tuple(sorted(name.replace("_", "-") for name in names))
 
 
 def engine_of(name: str) -> str:

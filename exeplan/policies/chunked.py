@@ -6,11 +6,11 @@ takes a slot, and KV blocks for its whole prompt, with its first token; where bl
 and computed again. Engines may also limit the prompts of a pass (`max_num_prefills`, optional): one of them may wait
 for a pass that has tokens left. The closed form counts such a limit as tokens of mean prompts.
 
-In the steady state under a backlog (`_chunk_passes.py`) either slots bind, and a pass carries what they ask for, or
-tokens do, and every pass is full; a group completes `completed` prompts a pass. With m groups in flight a round takes
-as long as in `orca`. A request first goes through (I + what is before it) / room passes, then one a token. An
+In the steady state under a backlog (`shared/chunk_passes.py`) either slots bind, and a pass carries what they ask for,
+or tokens do, and every pass is full; a group completes `completed` prompts a pass. With m groups in flight a round
+takes as long as in `orca`. A request first goes through (I + what is before it) / room passes, then one a token. An
 encoder-decoder model's prompts are not cut: one that does not fit waits for the next pass, where it comes first and may
-exceed the budget (`_whole_passes.py`).
+exceed the budget (`shared/whole_passes.py`).
 """
 
 import math
@@ -24,11 +24,11 @@ from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, cut_prompts
 from exeplan.core.control_variables import check_token_limit, micro_batchings, require
 from exeplan.core.schedule import Schedule
-from exeplan.policies._chunk_passes import SPREAD, ChunkPasses, chunk_passes, most_resident
-from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies._spread import even_out, free_places, groups_for, num_joining
-from exeplan.policies._whole_steady import whole_steady
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Stateless, Steady
+from exeplan.policies.shared.chunk_passes import SPREAD, ChunkPasses, chunk_passes, most_resident
+from exeplan.policies.shared.groups import resident_tokens, round_seconds
+from exeplan.policies.shared.spread import even_out, free_places, groups_for, num_joining
+from exeplan.policies.shared.whole_steady import whole_steady
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload
 

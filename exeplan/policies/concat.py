@@ -44,8 +44,8 @@ from exeplan.core.queue_order import (
 )
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
-from exeplan.policies._together import generated, latency
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Stateless, Steady
+from exeplan.policies.shared.together import generated, latency
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 

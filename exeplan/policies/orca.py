@@ -7,12 +7,12 @@ preempted and no deadlock is possible. The prefill of a new request rides in the
 
 With `max_num_batched_tokens` (optional) a pass takes waiting prompts, whole ones, only while they and its decodes have
 no more tokens than that, one at least: what arrives at once then does not stall all streams behind a single prefill.
-Its steady state is that of `_whole_passes.py`, of which what follows is the limit of ever more tokens.
+Its steady state is that of `shared/whole_passes.py`, of which what follows is the limit of ever more tokens.
 
 In the steady state under a backlog a batch is always full: each of its b slots starts a new request with probability
 1/mu an iteration (renewal), so an iteration carries k ~ Binomial(b, 1/mu) prefills and b - k decodes, and takes a time
 on each stage by the number and the lengths of its prompts. With m batches in flight the one that takes longest holds up
-those behind it (`_groups.py`).
+those behind it (`shared/groups.py`).
 """
 
 import math
@@ -24,10 +24,10 @@ from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, within
 from exeplan.core.control_variables import check_token_limit, micro_batchings, require
 from exeplan.core.schedule import Schedule
-from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies._spread import even_out, free_places, groups_for, num_joining
-from exeplan.policies._whole_steady import whole_steady
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Stateless, Steady
+from exeplan.policies.shared.groups import resident_tokens, round_seconds
+from exeplan.policies.shared.spread import even_out, free_places, groups_for, num_joining
+from exeplan.policies.shared.whole_steady import whole_steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False

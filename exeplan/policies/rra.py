@@ -30,9 +30,10 @@ from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, SequenceState, balanced_part, within
 from exeplan.core.control_variables import micro_batchings, require
 from exeplan.core.schedule import Schedule
-from exeplan.policies import _adjustment, _rounds
-from exeplan.policies._rounds import Rounds
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Steady
+from exeplan.policies.shared import adjustment as _adjustment
+from exeplan.policies.shared import rounds as _rounds
+from exeplan.policies.shared.rounds import Rounds
 from exeplan.workload.length_law import Comb, DecodeLaw, LengthLaw
 from exeplan.workload.workload import Workload
 

@@ -29,9 +29,9 @@ from exeplan.arrays import Floats
 from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState, cut_prompts
 from exeplan.core.control_variables import micro_batchings, require, slot_share
 from exeplan.core.schedule import Schedule
-from exeplan.policies._chunk_passes import binomials
-from exeplan.policies._groups import resident_tokens, round_seconds
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Steady
+from exeplan.policies.shared.chunk_passes import binomials
+from exeplan.policies.shared.groups import resident_tokens, round_seconds
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False

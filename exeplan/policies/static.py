@@ -14,10 +14,10 @@ import numpy as np
 from exeplan.core.batch import Batch
 from exeplan.core.control_variables import micro_batch_counts, require
 from exeplan.core.schedule import Schedule
-from exeplan.policies import _rounds
-from exeplan.policies._rounds import Rounds
-from exeplan.policies._together import generated, latency
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Steady
+from exeplan.policies.shared import rounds as _rounds
+from exeplan.policies.shared.rounds import Rounds
+from exeplan.policies.shared.together import generated, latency
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = True

@@ -22,10 +22,10 @@ from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.control_variables import require
 from exeplan.core.schedule import Schedule
-from exeplan.policies._alike_at_rate import Cutting, served
-from exeplan.policies._cutting import around, best_begins
-from exeplan.policies._together import generated, latency
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Stateless, Steady
+from exeplan.policies.shared.alike_at_rate import Cutting, served
+from exeplan.policies.shared.cutting import around, best_begins
+from exeplan.policies.shared.together import generated, latency
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 

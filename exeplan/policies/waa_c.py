@@ -1,14 +1,15 @@
 """Workload-aware allocation with the GPUs split by computation: WAA-C.
 
 Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. The planner divides the GPUs between the stages that prefill and
-those that decode so that prefilling and decoding take equal time. The schedule itself is in `_waa.py`.
+those that decode so that prefilling and decoding take equal time. The schedule itself is in `shared/waa.py`.
 """
 
 from collections.abc import Mapping
 
 from exeplan.core.control_variables import micro_batchings
 from exeplan.core.schedule import Schedule
-from exeplan.policies import _waa, _waa_steady
+from exeplan.policies.shared import waa as _waa
+from exeplan.policies.shared import waa_steady as _waa_steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False

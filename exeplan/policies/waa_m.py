@@ -2,14 +2,15 @@
 
 Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. The planner divides the GPUs between the stages that prefill and
 those that decode so that both kinds of stages use an equal share of their memory, which depends on the batches: from as
-few as hold the weights, where caches fill the others, to half of them. The schedule itself is in `_waa.py`.
+few as hold the weights, where caches fill the others, to half of them. The schedule itself is in `shared/waa.py`.
 """
 
 from collections.abc import Mapping
 
 from exeplan.core.control_variables import micro_batchings
 from exeplan.core.schedule import Schedule
-from exeplan.policies import _waa, _waa_steady
+from exeplan.policies.shared import waa as _waa
+from exeplan.policies.shared import waa_steady as _waa_steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False

@@ -10,8 +10,8 @@ from exeplan.core.runs.metrics import summarize, window
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import chunked
-from exeplan.policies._chunk_passes import chunk_passes
-from exeplan.policies._whole_passes import whole_passes
+from exeplan.policies.shared.chunk_passes import chunk_passes
+from exeplan.policies.shared.whole_passes import whole_passes
 from exeplan.scheduling.scheduler import Scheduler
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel

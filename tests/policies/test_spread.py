@@ -5,7 +5,7 @@ import pytest
 
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
-from exeplan.policies._spread import groups_for
+from exeplan.policies.shared.spread import groups_for
 from exeplan.scheduling.scheduler import Scheduler
 
 ORCA = Schedule("orca", {"max_num_seqs": 32, "micro_batches": 2})

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
-from exeplan.policies._alike_at_rate import Cutting, batch_of_first
+from exeplan.policies.shared.alike_at_rate import Cutting, batch_of_first
 from exeplan.policies.turbo import _cut
 from exeplan.scheduling.scheduler import Scheduler
 

@@ -14,7 +14,7 @@ from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.problems.replays import replay_estimate
 from exeplan.planner.problems.server_layouts import ServerLayout, server_placement
 from exeplan.policies import load_policy
-from exeplan.policies._circulation import _side_by_side, circulate
+from exeplan.policies.shared.circulation import _side_by_side, circulate
 from exeplan.simulator.memory import kv_bytes_per_token, weight_bytes
 from exeplan.workload.files import load_workload
 

@@ -1,7 +1,7 @@
 """The passes of one group where prompts cannot be cut: how many of those that wait fit into a pass.
 
 An encoder attends to a whole prompt, so a prompt that is longer than what is left of the pass waits for the next one,
-and one that is longer than all of it runs in it nevertheless, as its first. With the names of `_chunk_passes.py`:
+and one that is longer than all of it runs in it nevertheless, as its first. With the names of `shared/chunk_passes.py`:
 
     w          slots that are left waiting by the pass before; the chain's state
     k          slots that become free meanwhile, Binomial(b - w, 1/mu) as there; m = w + k wait, b - m rows decode
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
-from exeplan.policies._chunk_passes import SPREAD, binomials, stationary
+from exeplan.policies.shared.chunk_passes import SPREAD, binomials, stationary
 from exeplan.workload.length_law import Ints, LengthLaw, added_up
 
 _CELLS = 128

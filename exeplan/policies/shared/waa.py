@@ -15,9 +15,9 @@ from dataclasses import replace
 from exeplan.core.batch import Batch
 from exeplan.core.control_variables import require
 from exeplan.core.schedule import Schedule
-from exeplan.policies import _adjustment
-from exeplan.policies._spread import even_out, free_places
 from exeplan.policies.interface import Knob, PassLimits, PrefillBetween, Queue, Stateless
+from exeplan.policies.shared import adjustment as _adjustment
+from exeplan.policies.shared.spread import even_out, free_places
 from exeplan.workload.workload import Workload
 
 

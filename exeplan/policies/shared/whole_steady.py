@@ -1,13 +1,13 @@
 """The steady state of passes of whole prompts under a limit on tokens: `chunked` of an encoder, `orca` with a limit.
 
-Not here: how many prompts fit into a pass (`_whole_passes.py`).
+Not here: how many prompts fit into a pass (`shared/whole_passes.py`).
 """
 
 import numpy as np
 
-from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies._whole_passes import whole_passes
 from exeplan.policies.interface import Clock, Cycle, Steady
+from exeplan.policies.shared.groups import resident_tokens, round_seconds
+from exeplan.policies.shared.whole_passes import whole_passes
 from exeplan.workload.workload import Workload
 
 

@@ -14,8 +14,8 @@ from functools import lru_cache
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.policies._cutting import around, best_begins
 from exeplan.policies.interface import Clock, Cycle, Served
+from exeplan.policies.shared.cutting import around, best_begins
 from exeplan.workload.length_law import Ints, LengthLaw
 from exeplan.workload.workload import Workload
 

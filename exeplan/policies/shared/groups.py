@@ -5,7 +5,7 @@ from functools import cache, lru_cache
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.policies._circulation import Seconds, circulate
+from exeplan.policies.shared.circulation import Seconds, circulate
 from exeplan.workload.length_law import Ints
 from exeplan.workload.workload import Workload
 

@@ -30,8 +30,8 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.schedule import Schedule
-from exeplan.policies._circulation import Prefills, prefills
 from exeplan.policies.interface import Clock, Cycle, Steady
+from exeplan.policies.shared.circulation import Prefills, prefills
 from exeplan.workload.arrivals import residents
 from exeplan.workload.length_law import DecodeLaw
 from exeplan.workload.workload import Workload

@@ -7,8 +7,10 @@ one, as replicas, a tensor-parallel group or a pipeline, whichever is fastest by
 Not here: how the devices are used (`solution.py`), and clusters of a file, whose devices have the first number.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from exeplan.core.schedule import num_devices
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.load_problem import profiled_host
 from exeplan.planner.plan_request import PlanRequest
@@ -24,7 +26,8 @@ def solve_by_threads(request: PlanRequest, *, told: Told = SILENT) -> Solution:
     """
     counts = request.profile.thread_counts
     if len(counts) == 1 or request.whole is not None:
-        return solve(replace(request, profile=request.profile.with_threads(counts[0])), told=told)
+        only = solve(replace(request, profile=request.profile.with_threads(counts[0])), told=told)
+        return only if len(counts) == 1 else replace(only, threads=_not_tried(only, counts))
     found: dict[int, Solution] = {}
     errors: list[Infeasible | InputError] = []
     tried = []
@@ -42,6 +45,17 @@ def solve_by_threads(request: PlanRequest, *, told: Told = SILENT) -> Solution:
         raise errors[0]
     best = max(tried, key=lambda one: one.score)
     return replace(found[best.num_threads], threads=tuple(tried))
+
+
+def _not_tried(only: Solution, counts: Sequence[int]) -> tuple[ThreadsTried, ...]:
+    """On a cluster: the plan with the first number of threads, and that the others were left out."""
+    refusal = f"not tried: devices of a cluster have the profile's first number, {counts[0]}"
+    processes = sum(group.num_replicas * num_devices(group.placement) for group in only.plan.groups)
+    first = ThreadsTried(num_threads=counts[0], num_devices=processes, plan=only.plan)
+    return (
+        first,
+        *(ThreadsTried(num_threads=count, num_devices=0, plan=None, refusal=refusal) for count in counts[1:]),
+    )
 
 
 def num_processes(request: PlanRequest, num_threads: int) -> int:

@@ -17,6 +17,14 @@ LINKS = tuple(
     Measurement(op="send", phase="intra", bytes=size, seconds=1e-4 + size / 1e9) for size in (1 << 10, 1 << 20)
 )
 
+CLUSTER = """device: {device}
+nodes: 1
+gpus_per_node: 1
+memory: 1GiB
+intra: {{bandwidth: 10GB, latency: 10us}}
+inter: {{bandwidth: 1GB, latency: 10us}}
+"""
+
 
 def with_two_threads(profile: Profile, speed: float) -> Profile:
     """The device with links between two processes, and one process of two threads that is so many times as fast."""
@@ -54,6 +62,15 @@ def test_threads_that_have_no_room_are_said_and_the_others_planned(profile: Prof
     found = best(four, gpus=2)
     assert found.plan.num_threads == 1
     assert "no room" in found.threads[1].refusal
+
+
+def test_on_a_cluster_the_numbers_that_are_not_tried_are_said(profile: Profile, tmp_path: Path) -> None:
+    cluster = tmp_path / "host.yaml"
+    cluster.write_text(CLUSTER.format(device=profile.device.name))
+    several = with_two_threads(profile, 3.0)
+    found = api.optimize(several, LAW, latency_bound="inf", cluster=cluster, policy="orca", max_num_seqs=16)
+    assert found.plan.num_threads == 1
+    assert "not tried: devices of a cluster have the profile's first number, 1" in thread_table(found.threads)
 
 
 def test_a_profile_of_one_number_is_planned_as_before(profile: Profile) -> None:

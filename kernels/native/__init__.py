@@ -11,8 +11,8 @@ any number up to four (two with AVX2). Bytes: those.
 
 The module `_native` is built from C with the package (`pyproject.toml`), for AVX-512 and for AVX2 with FMA; integers
 need AVX-512 VNNI, bfloat16 needs AVX-512 BF16. Where it or what it needs is missing, torch's operations serve
-(`linear.py`, `int8_linear.py`, `int4_linear.py`, `attention.py`); `remarks` says so. Threads split panels, or sequences
-and heads: no bit of a result depends on how many there are.
+(`kernels/products`, `kernels/attention/plain.py`); `remarks` says so. Threads split panels, or sequences and heads: no
+bit of a result depends on how many there are.
 """
 
 import functools

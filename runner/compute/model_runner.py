@@ -60,7 +60,7 @@ class ModelRunner:
         """Loads the weights of the shard, by default the whole model, or draws random ones, which do not depend on the
         sharding; calls `on_read` with the bytes read so far. `paged_with` are the kernels for attention over blocks, by
         default the device's own on a GPU; None on a CPU selects its fast path. Keys and values are stored in
-        `kv_dtype`, by default `dtype` (see `precision.py`).
+        `kv_dtype`, by default `dtype` (see `weights/precision.py`).
 
         On a CPU the process keeps freed memory from now on (`host_allocator.py`).
 

@@ -13,7 +13,7 @@ Letters: O outputs, I inputs, G groups of inputs.
 Words are of 32 bits, the first value lowest. Sources: AutoAWQ (utils/packing_utils.py), GPTQModel (qlinear), which adds
 1 to the zero points of GPTQ's first format, compressed-tensors (pack_quantized.py), transformers
 (integrations/finegrained_fp8.py, mxfp4.py), OCP Microscaling Formats 1.0. Only the outputs and inputs of a shard are
-unpacked. Not here: what multiplies them (`precision.py`, `layers.py`).
+unpacked. Not here: what multiplies them (`precision.py`, `products.py`).
 """
 
 from collections.abc import Callable, Sequence

@@ -14,7 +14,7 @@ Batches are timed here one by one, the passes of a steady cycle all at once (`pa
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -49,6 +49,7 @@ class CostModel(PlacementTimings):
         self._fixed_decode = cache(self._fixed_decode_seconds)
         self._decode_stages = cache(self._stages_that_decode)
         self._host_seconds = cache(self._host_seconds_of)
+        self._kv_transfer = lru_cache(maxsize=128)(self._kv_transfer_seconds)
         self._all_reduce_seconds = {key: _of_one(curve) for key, curve in self.all_reduces.items()}
         self._send_seconds = {link: _of_one(curve) for link, curve in self.sends.items()}
         self._distinct_kinds = list({id(kind): kind for kind in self.kinds}.values())
@@ -130,6 +131,9 @@ class CostModel(PlacementTimings):
         layers compute. These take at least their products, so that much of a piece's time, and of an earlier stage's,
         is hidden. Of an encoder-decoder model the encoder's output goes, when the pass has ended.
         """
+        return self._kv_transfer(num_tokens)
+
+    def _kv_transfer_seconds(self, num_tokens: float) -> float:
         devices = [d for stage in self.placement if stage.phase for d in stage.devices]
         send = self.send_curve(self.link(tuple(devices)))
         if self.spec.is_encoder_decoder:

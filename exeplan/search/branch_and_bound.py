@@ -31,6 +31,8 @@ from exeplan.search.grid import Grid, Index, Rank, Slack
 
 _NEAR = 0.02
 """How far below what is of interest a point is still a reason to look around it."""
+_LEAST_ALLOWED = 200
+"""Points that dips may always cost."""
 
 Box = tuple[Index, Index]
 """Lower-left and top-right corner, both inside."""
@@ -45,8 +47,10 @@ class Doubt:
     """Throughput may fall towards the top-right corner by more than the slack."""
 
 
-def branch_and_bound(grid: Grid, tolerance: Slack, budget: int) -> tuple[float, Slack]:
+def branch_and_bound(grid: Grid, tolerance: Slack, budget: int, *, thorough: bool = True) -> tuple[float, Slack]:
     """Tries what it takes to know the best point. Returns the gap and the dips seen.
+
+    Dips may cost up to 2 % of the grid's points; 200 points where it need not be `thorough`.
 
     The gap is (largest throughput that a box left over could hold - best) / best, 0 when none is left over.
     """
@@ -56,7 +60,7 @@ def branch_and_bound(grid: Grid, tolerance: Slack, budget: int) -> tuple[float, 
         return 0.0, Slack()
     dips = grid.dips()
     steep = dips.throughput > max(tolerance.throughput, grid.falls)
-    limit = min(budget, len(grid.tried) + _allowance(grid))
+    limit = min(budget, len(grid.tried) + (_allowance(grid) if thorough else _LEAST_ALLOWED))
     if steep:
         gap = _pass(grid, Doubt(Slack(load=_doubted(dips, declared, tolerance).load), envelope=True), limit)
     while (slack := _doubted(dips, declared, tolerance)) != used and len(grid.tried) < limit:
@@ -83,7 +87,7 @@ def _doubted(dips: Slack, declared: Slack, tolerance: Slack) -> Slack:
 
 def _allowance(grid: Grid) -> int:
     """Points that dips may cost: 2 % of the grid, at least 200 and at most 2000."""
-    return min(max(200, math.prod(grid.shape) // 50), 2000)
+    return min(max(_LEAST_ALLOWED, math.prod(grid.shape) // 50), 2000)
 
 
 def _pass(grid: Grid, doubt: Doubt, budget: int) -> float:

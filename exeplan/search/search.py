@@ -85,8 +85,9 @@ def search_grid(
     tolerance: Slack = Slack(throughput=0.02, load=0.02),  # noqa: B008 (frozen)
     budget: int | None = None,
     seed: int = 0,
+    thorough: bool = True,
 ) -> Result:
-    """`search` on a grid of which some points may have been tried."""
+    """`search` on a grid of which some points may have been tried; with fewer trials for dips if not `thorough`."""
     if method not in METHODS:
         raise InputError(f"no search method '{method}'; there are {', '.join(METHODS)}")
     start = time.perf_counter()
@@ -102,7 +103,7 @@ def search_grid(
 
         sample(grid, num_trials=budget or 200, seed=seed)
     else:
-        gap, dips = branch_and_bound(grid, tolerance, budget or 20_000)
+        gap, dips = branch_and_bound(grid, tolerance, budget or 20_000, thorough=thorough)
     return _result(grid, gap, dips, time.perf_counter() - start)
 
 

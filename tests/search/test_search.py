@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from exeplan.errors import InputError
 from exeplan.policies.interface import Knob
-from exeplan.search.search import Outcome, Slack, search
+from exeplan.search.grid import Grid, Limits
+from exeplan.search.search import Outcome, Slack, search, search_grid
 
 
 class Table:
@@ -20,11 +21,11 @@ class Table:
         self.values = np.asarray(values, dtype=float)
         self.knobs = tuple(Knob(f"k{i}", tuple(range(n)), falls) for i, n in enumerate(self.values.shape[1:]))
 
-    def search(self, *, bound=math.inf, capacity=math.inf, **options):
-        def evaluate(point):
-            return Outcome(*(float(v) for v in self.values[(slice(None), *point.values())]))
+    def evaluate(self, point):
+        return Outcome(*(float(v) for v in self.values[(slice(None), *point.values())]))
 
-        return search(self.knobs, evaluate, bound=bound, capacity=capacity, **options)
+    def search(self, *, bound=math.inf, capacity=math.inf, **options):
+        return search(self.knobs, self.evaluate, bound=bound, capacity=capacity, **options)
 
     def referee(self, *, bound=math.inf, capacity=math.inf):
         """The winning index by trying everything, and its throughput; None when nothing fits."""
@@ -145,6 +146,18 @@ def test_noise_costs_less_than_its_size(noise, latency, memory):
     assert result.num_points <= 0.05 * result.grid_size
     if noise <= 0.01:
         assert lost <= result.gap + 1e-12
+
+
+@pytest.mark.parametrize("noise", [0.001, 0.01])
+def test_a_search_that_is_not_thorough_tries_less_and_its_gap_covers_what_the_thorough_one_finds(noise):
+    table = Table(rra().values * (1 + np.random.default_rng(0).uniform(-noise, noise, rra().values.shape)))
+    limits = {"bound": at(table, 0.3), "capacity": at(table, 0.1, axis=2)}
+    grid = Grid(table.knobs, table.evaluate, Limits(**limits))
+    quick, thorough = search_grid(grid, thorough=False), table.search(**limits)
+    assert quick.num_points < thorough.num_points
+    assert quick.gap > thorough.gap
+    assert thorough.best.outcome.throughput <= quick.best.outcome.throughput * (1 + quick.gap)
+    assert search_grid(grid).num_points > quick.num_points  # And goes on from what was tried.
 
 
 @st.composite

@@ -18,6 +18,7 @@ from exeplan.errors import Infeasible
 from exeplan.planner.choice.infeasible import policy_refusal
 from exeplan.planner.choice.search_progress import Counter, Message, SearchProgress, Tell, tell_nothing
 from exeplan.planner.choice.search_space import Outcomes, search_variants
+from exeplan.planner.problems.balance_stages import SMALL
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replicas import (
     best_division,
@@ -214,8 +215,9 @@ def candidates(
 
 def _largest_first(problem: Problem, policies: Sequence[str]) -> list[list[str]]:
     """By what their searches are likely to take, so that no worker is left alone with a long one: stages that prefill
-    are split off in several ways, enumerated variables are tried one by one, knobs by bisection. Policies of one law,
-    which share outcomes, are together."""
+    are split off in several ways, enumerated variables are tried one by one, knobs by bisection. Policies of one law are
+    together on a cluster so small that they share most outcomes: a large one they split differently."""
+    share = problem.cluster is None or problem.cluster.num_gpus <= SMALL
 
     def size(policy: str) -> tuple[bool, float]:
         module = load_policy(policy)
@@ -225,7 +227,7 @@ def _largest_first(problem: Problem, policies: Sequence[str]) -> list[list[str]]
 
     alike: dict[Hashable, list[str]] = {}
     for policy in sorted(policies, key=size, reverse=True):
-        alike.setdefault(load_policy(policy).steady_state, []).append(policy)
+        alike.setdefault(load_policy(policy).steady_state if share else policy, []).append(policy)
     return list(alike.values())
 
 

@@ -37,9 +37,10 @@ _FINEST = 1 / 16
 """Two values of an enumerated variable that are less apart, relative, have none between them tried."""
 _WORTH = 1e-3
 """The least gain for which a value that no policy lists is taken."""
-_FAR = 0.8
-"""Share of the throughput to beat below which listed values are not searched, and so none between them: these had up to
-17 % more, where GPUs are split among prefills and decodes."""
+_FAR, _FAR_APART = 0.95, 0.8
+"""Shares of the throughput to beat below which listed values are not searched, and so none between them: for policies
+with one kind of stages, and for those that split GPUs among prefills and decodes, where splits between the listed ones
+had up to 17 % more."""
 _AROUND = 16
 """How many values below and above those of the best point are all tried, where throughput falls on the way up."""
 _SLACK = 0.02
@@ -192,26 +193,27 @@ def search_variants(
     found = [variant for variant in variants(problem, module) if not left_out(variant)]
     if not found:
         return None
+    listed_from = (_FAR_APART if module.SEPARATE_STAGES else _FAR) * at_least
     grids = [variant.grid(module, knobs, limits, evaluated, outcomes) for variant in found]
     if method == "branch-and-bound":
-        results = _most_promising_first(grids, _FAR * at_least)
-        for variant in _refined(found, grids, results, module, at_least):
+        results = _most_promising_first(grids, listed_from)
+        for variant in _refined(found, grids, results, module, listed_from):
             grid = variant.grid(module, knobs, limits, evaluated, outcomes)
             grid.at_least, where = (1 + _WORTH) * _lead(grids, at_least)[0], _lead(grids, at_least)[1]
             found.append(variant)
             grids.append(grid)
             if left_out(variant) or not reach(grid, where, at_least=grid.at_least, slack=0.0):
                 continue
-            refined = search_grid(grid)
+            refined = search_grid(grid, thorough=False)
             if refined.best and refined.best.outcome.throughput >= grid.at_least:
                 results[len(grids) - 1] = refined
-        if (nearby := _looked_around(grids[(number := _chosen(results))], results[number])) is not None:
-            results[number] = nearby
+        number = _chosen(results)
+        results[number] = _searched_thoroughly(grids[number], results[number])
     else:
         results = {number: search_grid(grid, method=method) for number, grid in enumerate(grids)}
     number = _chosen(results)
-    gaps = [result.gap for result in results.values() if result.gap is not None]
-    if gaps and method == "branch-and-bound" and _lead(grids, 0.0)[0] >= _FAR * at_least:
+    gaps = _gaps(results, number)
+    if gaps and method == "branch-and-bound" and _lead(grids, 0.0)[0] >= listed_from:
         gaps.append(_gap_between(found, grids, number))
     tried = [
         Trial({**grid.point(index), **variant.enumerated}, grid.tried[index])
@@ -240,12 +242,12 @@ def _refined(
     tried, then layers moved.
 
     The caller adds each variant, its grid and, where it gains, its result before it asks for the next. There are none
-    where the best is far below `at_least`.
+    where the best is below `at_least`.
     """
 
     def best() -> int | None:
         trial = results[number := _chosen(results)].best
-        return number if trial and trial.outcome.throughput >= _FAR * at_least else None
+        return number if trial and trial.outcome.throughput >= at_least else None
 
     while (number := best()) is not None and (made := list(_split_otherwise(found, found[number], policy))):
         yield from made
@@ -326,6 +328,18 @@ def _layers_moved(found: Sequence[Variant], grid: Grid, best: Variant, policy: P
             yield Variant(problem=best.problem.at(other), enumerated=best.enumerated, layout=best.layout)
 
 
+def _gaps(results: Mapping[int, Result], number: int) -> list[float]:
+    """How much more than the best point, relative, what each variant's search left out could have."""
+    if (best := results[number].best) is None:
+        return []
+    most = best.outcome.throughput
+    return [
+        max(result.best.outcome.throughput * (1 + result.gap) / most - 1, 0.0) if most else 0.0
+        for result in results.values()
+        if result.best is not None and result.gap is not None
+    ]
+
+
 def _gap_between(found: Sequence[Variant], grids: Sequence[Grid], number: int) -> float:
     """What values between those tried of the best variant's enumerated variables could gain, relative.
 
@@ -389,13 +403,13 @@ def _is_valid(policy: Policy, point: Mapping[str, int], problem: Problem) -> boo
     return True
 
 
-def _looked_around(grid: Grid, result: Result) -> Result | None:
-    """The search of the best variant again, with all that is near its best point: falls too small to look for in all
-    variants. None where none was seen."""
-    if grid.best is None or result.dips is None or not result.dips.throughput or grid.falls:
-        return None
+def _searched_thoroughly(grid: Grid, result: Result) -> Result:
+    """The search of the best variant again, for falls too small to look for in all variants: with all that is near its
+    best point where a fall was seen."""
+    if grid.best is None or result.dips is None:
+        return result
     start = None
-    while (here := grid.best[2]) != start:
+    while result.dips.throughput and not grid.falls and (here := grid.best[2]) != start:
         start = here
         for knob, steps in itertools.product(range(len(here)), range(-_AROUND, _AROUND + 1)):
             nearby = (*here[:knob], here[knob] + steps, *here[knob + 1 :])
@@ -414,14 +428,14 @@ def _most_promising_first(grids: Sequence[Grid], at_least: float) -> dict[int, R
         if one_knob and grid.falls <= _SLACK and not _may_win(grid, promise, most):
             continue
         grid.at_least = most
-        results[number] = search_grid(grid)
+        results[number] = search_grid(grid, thorough=False)
         more, where = _lead(grids, at_least)
         if more > most and not one_knob:
             promises = {n: reach(grids[n], where, at_least=more, slack=_SLACK) for n in promises}
     if not results:
         lowest = _lowest(grids, at_least)
         grids[lowest].at_least = at_least
-        results[lowest] = search_grid(grids[lowest])
+        results[lowest] = search_grid(grids[lowest], thorough=False)
     return results
 
 

@@ -22,7 +22,7 @@ from exeplan.simulator.memory import workspace_bytes
 from exeplan.simulator.timings import Shard, Timings
 from exeplan.workload.workload import Workload
 
-_SMALL, _AROUND = 8, (0.5, 0.75, 1.0, 1.25, 1.5)
+SMALL, _AROUND = 8, (0.5, 0.75, 1.0, 1.25, 1.5)
 """GPUs up to which every split is tried; of larger clusters, splits around the proportion of the work."""
 _ROOMY = 1.25
 """GPUs that are tried for prefills where few suffice, over the fewest that hold the weights."""
@@ -84,7 +84,7 @@ class Balance:
         load = self._load(self.timings.shard(Sharding(min(self.timings.profile.tensor_parallel_sizes))))
         prefill = load.prefill * (self.spec.num_encoder_layers or self.spec.num_layers)
         decode = load.decode * self.spec.num_layers
-        if total <= _SMALL:
+        if total <= SMALL:
             return tuple(range(1, total))
         most = max(least, total - self._least_gpus(encoder=False))
         around = [round(total * prefill / (prefill + decode) * factor) for factor in _AROUND]

@@ -37,7 +37,7 @@ class Circulation(NamedTuple):
     """Seconds from entering the first stage to leaving the last."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prefills:
     """Rates of the prefill stages for batches of one size; arrays over the places in use, 0 first."""
 
@@ -53,7 +53,12 @@ class Prefills:
 
     def held_up(self, places: int, delay: float) -> Circulation:
         """Where a place is free only `delay` seconds after its batch has left."""
-        return _circulate(self.batches, places, self.servers, delay)
+        return _held_up(self, places, delay)
+
+
+@lru_cache(maxsize=128)  # As `prefills`: a search tries many ways to decode behind the same prefills.
+def _held_up(line: Prefills, places: int, delay: float) -> Circulation:
+    return _circulate(line.batches, places, line.servers, delay)
 
 
 def _circulate(batches: Seconds, places: int, servers: int, delay: float = 0.0) -> Circulation:

@@ -215,8 +215,8 @@ def candidates(
 
 def _largest_first(problem: Problem, policies: Sequence[str]) -> list[list[str]]:
     """By what their searches are likely to take, so that no worker is left alone with a long one: stages that prefill
-    are split off in several ways, enumerated variables are tried one by one, knobs by bisection. Policies of one law are
-    together on a cluster so small that they share most outcomes: a large one they split differently."""
+    are split off in several ways, enumerated variables are tried one by one, knobs by bisection. Policies of one law
+    are together on a cluster so small that they share most outcomes: a large one they split differently."""
     share = problem.cluster is None or problem.cluster.num_gpus <= SMALL
 
     def size(policy: str) -> tuple[bool, float]:

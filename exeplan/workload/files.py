@@ -15,6 +15,7 @@ a shipped workload is reached by its path (`./T`).
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,21 @@ _LAW_FILE = ("source", "licence", "input", "output", "rank_correlation")
 def load_workload(text: str, count_tokens: CountTokens | None = None) -> Workload:
     """The workload that `text` means: see the module. `count_tokens` is for traces that hold text.
 
+    A law that is asked for again is the same value, for which policies keep what they have computed.
     Raises InputError naming file and row, or the part of a law.
     """
+    if ":" in text and text.partition(":")[0] in _LAWS:
+        return _written(text)
     return replace(_load(text, count_tokens), reference=text)
 
 
+@lru_cache(maxsize=32)
+def _written(text: str) -> Workload:
+    """That of a law written on the command line, in which no file has a part."""
+    return replace(_from_mapping(text, _parse_law(text)), reference=text)
+
+
 def _load(text: str, count_tokens: CountTokens | None) -> Workload:
-    law = text.partition(":")[0]
-    if law in _LAWS and ":" in text:
-        return _from_mapping(text, _parse_law(text))
     if text in shipped_names("workloads"):
         return _from_yaml(text, shipped("workloads", text))
     path = Path(text)

@@ -46,6 +46,7 @@ def cluster() -> Cluster:
     return load_cluster("h100").part(4)
 
 
+@cache
 def workload() -> Workload:
     """Long answers: what limits the batch is the KV cache, which tensor parallelism does not divide."""
     rng = np.random.default_rng(5)

@@ -7,6 +7,7 @@ import threading
 import time
 import urllib.request
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -38,18 +39,33 @@ def requests(count: int, seed: int, *, scale: float = 1.0) -> list[tuple[int, in
     return list(zip(rng.integers(8, 60, count).tolist(), outputs.tolist(), strict=True))
 
 
+def write_trace(folder):
+    rows = "\n".join(f"{i},{o}" for i, o in requests(4000, 99))
+    (folder / "planned.csv").write_text(f"input_tokens,output_tokens\n{rows}\n")
+    return folder / "planned.csv"
+
+
+@pytest.fixture(scope="module")
+def planned(profile, tmp_path_factory):
+    """The plan of a policy; each is searched for once."""
+    workload = load_workload(str(write_trace(tmp_path_factory.mktemp("planned"))))
+
+    @cache
+    def plan(policy: str):
+        found = optimize(make_problem(profile, workload, Bound(seconds=BOUND)), policies=(policy,)).plan
+        return replace(found, profile="p.json", workload="planned.csv", device="cpu", num_threads=1)
+
+    return plan
+
+
 @pytest.fixture
-def make_plan(folder, profile):
-    """Writes a plan of a policy and returns its file."""
+def make_plan(folder, profile, planned):
+    """Writes a plan of a policy, with its trace and its profile, and returns its file."""
 
     def make(policy: str):
-        rows = "\n".join(f"{i},{o}" for i, o in requests(4000, 99))
-        (folder / "planned.csv").write_text(f"input_tokens,output_tokens\n{rows}\n")
+        write_trace(folder)
         save_profile(replace(profile, source="datasheet with vllm"), folder / "p.json")
-        problem = make_problem(profile, load_workload("planned.csv"), Bound(seconds=BOUND))
-        found = optimize(problem, policies=(policy,)).plan
-        found = replace(found, profile="p.json", workload="planned.csv", device="cpu", num_threads=1)
-        save_plan(found, folder / "plan.yaml")
+        save_plan(planned(policy), folder / "plan.yaml")
         return folder / "plan.yaml"
 
     return make

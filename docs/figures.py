@@ -628,6 +628,8 @@ def engine_rates(record: Record) -> str:
 
 
 def _over(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    if len(theirs) < len(ours):  # The record does not say which of its runs failed.
+        return f"{times(median(ours) / median(theirs))} (of {len(theirs)} runs; the others failed)"
     pairs = [one / other for one, other in zip(ours, theirs, strict=True)]
     return f"{times(median(ours) / median(theirs))} ({min(pairs):.2f} to {max(pairs):.2f})"
 

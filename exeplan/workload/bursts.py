@@ -63,7 +63,7 @@ def _near(variability: float) -> Floats:
 
 
 def residents_in_bursts(rate: float, sizes: Floats, throughputs: Floats, variability: float) -> Residents:
-    """In a system as of `arrivals.residents`, with a `variability` above 1."""
+    """In a system as of `arrivals.residents`: the last throughput has to exceed the rate. `variability` is above 1."""
     long, rates = _two_gaps(variability)
     often, seldom = (rate * each for each in rates)
     most = float(throughputs[-1])

@@ -404,18 +404,23 @@ def _is_valid(policy: Policy, point: Mapping[str, int], problem: Problem) -> boo
 
 
 def _searched_thoroughly(grid: Grid, result: Result) -> Result:
-    """The search of the best variant again, for falls too small to look for in all variants: with all that is near its
-    best point where a fall was seen."""
+    """The search of the best variant again, for falls too small to look for in all variants."""
     if grid.best is None or result.dips is None:
         return result
+    if result.dips.throughput and not grid.falls:
+        _try_around(grid)
+    return search_grid(grid)
+
+
+def _try_around(grid: Grid) -> None:
+    """Tries all that is near the best point, until there is no better one."""
     start = None
-    while result.dips.throughput and not grid.falls and (here := grid.best[2]) != start:
+    while grid.best is not None and (here := grid.best[2]) != start:
         start = here
         for knob, steps in itertools.product(range(len(here)), range(-_AROUND, _AROUND + 1)):
             nearby = (*here[:knob], here[knob] + steps, *here[knob + 1 :])
             if nearby in grid:
                 grid(nearby)
-    return search_grid(grid)
 
 
 def _most_promising_first(grids: Sequence[Grid], at_least: float) -> dict[int, Result]:

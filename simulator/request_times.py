@@ -27,7 +27,6 @@ from exeplan.policies import load_policy
 from exeplan.policies.interface import Clock, Cycle
 from exeplan.simulator.closed_form import SteadyState
 from exeplan.workload.arrivals import Arrivals
-from exeplan.workload.bursts import clustered
 from exeplan.workload.length_law import Ints
 from exeplan.workload.workload import Workload
 
@@ -161,7 +160,7 @@ def met_passes(point: SteadyState, clock: Clock, arrivals: Arrivals, free: float
     whole = np.floor(tokens / room)
     squares = float(law.weights @ (whole * room**2 + (tokens - whole * room) ** 2)) / law.mean**2
     share, come = min(rate * one, _MOST_PREFILL), rate * gap
-    bursts = clustered(come * arrivals.sharing, arrivals.variability) / arrivals.sharing
+    bursts = (arrivals.variability - 1) * come / (come + 2)
     interval = gap + rate * one**2 * max(squares + bursts, 0.0) / (1 - share**2)
     others = rate * (interval - gap) + bursts
     if limit is not None:

@@ -20,8 +20,8 @@ from exeplan.workload.workload import Workload
 
 SPARE_SIGMAS = 3.0
 """Places beyond a batch, in square roots of it: the residents of a Poisson stream spread that much."""
-NEGLIGIBLE = 1e-9
-MOST_RESIDENTS = 100_000
+_NEGLIGIBLE = 1e-9
+_MOST_RESIDENTS = 100_000
 """Length of the longest queue that is looked at."""
 
 
@@ -129,8 +129,8 @@ def residents(rate: float, sizes: Floats, throughputs: Floats, *, spread: float 
     `spread` is the variance of their number over that under Poisson arrivals.
     """
     load = rate / float(throughputs[-1])
-    tail = spread * math.log(NEGLIGIBLE) / math.log(load)
-    number = np.arange(1, min(int(sizes[-1] + tail) + 2, MOST_RESIDENTS))
+    tail = spread * math.log(_NEGLIGIBLE) / math.log(load)
+    number = np.arange(1, min(int(sizes[-1] + tail) + 2, _MOST_RESIDENTS))
     logs = np.concatenate([[0.0], np.cumsum(math.log(rate) - np.log(np.interp(number, sizes, throughputs)))])
     chance = np.exp((logs - logs.max()) / spread)
     return np.asarray(chance / chance.sum())

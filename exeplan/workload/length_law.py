@@ -82,11 +82,6 @@ class LengthLaw:
         below = np.concatenate(([0.0], self.cdf)) ** batch
         return LengthLaw(self.tokens, np.diff(below))
 
-    @property
-    def shorter_of_two(self) -> float:
-        """Mean tokens of the shorter of two independent draws."""
-        return 2 * self.mean - self.longest_of(2).mean
-
 
 @dataclass(frozen=True, slots=True)
 class Comb:

@@ -160,9 +160,9 @@ def met_passes(point: SteadyState, clock: Clock, arrivals: Arrivals, free: float
     whole = np.floor(tokens / room)
     squares = float(law.weights @ (whole * room**2 + (tokens - whole * room) ** 2)) / law.mean**2
     share, come = min(rate * one, _MOST_PREFILL), rate * gap
-    bursts = (arrivals.variability - 1) * come / (come + 2)
-    interval = gap + rate * one**2 * max(squares + bursts, 0.0) / (1 - share**2)
-    others = rate * (interval - gap) + bursts
+    fewer = (1 - arrivals.variability) * come / (come + 2)
+    interval = gap + rate * one**2 * max(squares - fewer, 0.0) / (1 - share**2)
+    others = rate * (interval - gap) - fewer
     if limit is not None:
         interval = min(interval, gap + one * room / law.mean)
         others = min(others, room / law.mean)

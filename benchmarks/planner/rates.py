@@ -1,18 +1,22 @@
 """Closed form at a rate against the replay with arrivals, and the replay against a simulation written independently.
 
     python -m benchmarks.planner.rates [--cases 20] [--policies orca rra ...] [--seeds 2] [--requests 3000] [--seed 0]
+        [--traces azure-2023-conv.csv ...]
 
 A case is a policy on a random layout (one stage, tensor parallel, pipelines of two to four stages; for stages that
 prefill apart 1+1, 1+3 and 2+2) of OPT-13B on A40s, Llama-3.1-70B on H100s or Qwen3-8B on H100s, with lengths of the
 tasks S and T, wide ones as of ShareGPT, or heavy-tailed ones, and random control variables. Its capacity is what it
 serves of a backlog, by replay. Requests then come at 0.5 to 0.95 of that, as a Poisson stream and, in every fourth
-case, in bursts (gaps with four times the variance). Replays of several seeds go on until the median request latency has
-a 95 % interval (Student's) of 2 % and p95 of ttft one of 10 %, or for four times --seeds; the gaps of each are scaled
-to the planned rate. Near the capacity p99 of ttft has an interval of 10 to 60 % even then, which a point's `half width`
-says: an error within it is the replay's as well. Of each figure a point says whether it is `within` 5 % of the replay
-for all that its interval leaves open, `beyond` 5 % for all of it, or `undecided`: then the replays tell no more.
+case, as one replica of four has them behind a round-robin router (gaps with a quarter of the variance). The arrivals of
+a trace have no closed form: a plan's figures are their replay. Replays of several seeds go on until the median request
+latency has a 95 % interval (Student's) of 2 % and p95 of ttft one of 10 %, or for four times --seeds; the gaps of each
+are scaled to the planned rate. Near the capacity p99 of ttft has an interval of 10 to 60 % even then, which a point's
+`half width` says: an error within it is the replay's as well. Of each figure a point says whether it is `within` 5 % of
+the replay for all that its interval leaves open, `beyond` 5 % for all of it, or `undecided`: then the replays tell no
+more.
 
-For orca, chunked, rra and waa-c every fourth case is run by `event_simulation.py`, too, with the same requests.
+For orca, chunked, rra and waa-c every fourth case is run by `event_simulation.py`, too, with the same requests; with
+--traces also a first stretch of each trace at its own times, made faster or slower by one factor to the loads.
 
 Errors are closed form over replay, less 1. Writes records/planner-rates.json.
 """
@@ -25,6 +29,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,8 +59,8 @@ MODELS = (("opt-13b", "a40", 1), ("llama-3.1-70b", "h100", 4), ("qwen3-8b", "h10
 WIDTHS = ((1,), (1,), (2,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2))
 APART = (((1,), (1,)), ((1,), (1, 1, 1)), ((1, 1), (1, 1)), ((2,), (2,)))
 LENGTHS = ("S", "T", "sharegpt", "heavy")
-BURSTS = 4.0
-"""Squared coefficient of variation of the gaps."""
+ROUND_ROBIN = 4
+"""Replicas among which the stream of every fourth case goes in turn."""
 METRICS = ("ttft", "tpot", "latency", "latency_p50", "latency_p99", "p95-ttft", "p99-ttft", "p95-tpot", "p99-tpot")
 VERDICTS = ("within", "undecided", "beyond")
 _BOUNDS = (Bound(seconds=1e9), *(Bound(seconds=1e8, metric=name) for name in METRICS if "-" in name))
@@ -63,6 +68,8 @@ _BLOCKS = 10**7
 _CAPACITY_REQUESTS = 4000
 _CLOSE = {"latency_p50": 0.02, "p95-ttft": 0.1}
 """Half intervals, relative, at which no more seeds are replayed."""
+_TRACED = 1500
+"""Requests of a trace."""
 _SPARE = 0.5
 """Share of the capacity to spare for which a replay has the given number of requests; queues of less take longer to
 reach their length."""
@@ -84,6 +91,7 @@ def main() -> None:
         help="of a replay at 0.5; more at higher loads: 11 times as many at 0.9, 32 times at 0.95",
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traces", nargs="*", default=[], metavar="CSV", help="requests with their times of arrival")
     args = parser.parse_args()
     numbers = range(args.seed, args.seed + args.cases)
     jobs = [(policy, n, tuple(args.loads), args.seeds, args.requests) for policy in args.policies for n in numbers]
@@ -93,7 +101,38 @@ def main() -> None:
             points += found
             print("\n".join(map(_line, found)), flush=True)
     _print(points)
-    print(f"\nrecord: {write_record('planner-rates', {'rows': summary(points), 'points': points})}")
+    traced = [
+        traced_point(policy, args.seed, trace, load)
+        for trace in args.traces
+        for policy in args.policies
+        if policy in SIMULATED
+        for load in args.loads
+    ]
+    if traced:
+        print(f"\n{table(tuple(traced[0]), [tuple(map(_cell, row.values())) for row in traced])}")
+    print(f"\nrecord: {write_record('planner-rates', {'rows': summary(points), 'points': points, 'traces': traced})}")
+
+
+def _cell(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3g}"
+
+
+def traced_point(policy: str, number: int, trace: str, load: float) -> dict[str, Any]:
+    """Errors of the replay over the independent simulation where requests come as in a trace."""
+    problem, schedule = draw(policy, number, trace)
+    requests = problem.workload.trace
+    assert requests is not None
+    assert requests.arrival_s is not None
+    times = requests.arrival_s[:_TRACED] - requests.arrival_s[0]
+    times *= len(times) / times[-1] / (load * _capacity(problem, schedule))
+    lengths = requests.inputs[: len(times)], requests.outputs[: len(times)]
+    return {
+        "policy": policy,
+        "trace": Path(trace).name,
+        "load": load,
+        "what": _named(problem, schedule),
+        **_replay_errors(problem, schedule, *lengths, times),
+    }
 
 
 def _case(job: tuple[str, int, tuple[float, ...], int, int]) -> list[dict[str, Any]]:
@@ -106,9 +145,9 @@ def points_of(
     """One row for each load of a random case."""
     problem, schedule = draw(policy, number)
     capacity = _capacity(problem, schedule)
-    bursts = BURSTS if number % 4 == 3 else 1.0
+    replicas = ROUND_ROBIN if number % 4 == 3 else 1
     for load in loads:
-        arrivals = Arrivals(rate=load * capacity, variability=bursts)
+        arrivals = Arrivals(rate=replicas * load * capacity).split(replicas, "round-robin")
         count = int(requests * (_SPARE / max(1 - load, _SPARE / 10)) ** 1.5)
         runs = replays(problem, schedule, arrivals, count=count, seeds=seeds)
         replayed = {name: float(np.mean([_value(run, name) for run in runs])) for name in METRICS}
@@ -120,7 +159,7 @@ def points_of(
             "case": number,
             "what": _named(problem, schedule),
             "load": load,
-            "bursts": bursts,
+            "one of": replicas,
             "capacity": capacity,
             "planned capacity": float(steady_state(schedule, problem.workload, problem.cost).throughput),
             "replays": len(runs),
@@ -199,7 +238,10 @@ def replayed(problem: Problem, schedule: Schedule, arrivals: Arrivals, *, count:
 
 def _simulated(problem: Problem, schedule: Schedule, arrivals: Arrivals) -> dict[str, float]:
     """Errors of the replay over the independent simulation of the same requests: mean ttft and mean latency."""
-    inputs, outputs, times = stream(problem, arrivals, count=1500, seed=0)
+    return _replay_errors(problem, schedule, *stream(problem, arrivals, count=1500, seed=0))
+
+
+def _replay_errors(problem: Problem, schedule: Schedule, inputs: Any, outputs: Any, times: Any) -> dict[str, float]:
     run = replay(schedule, problem.cost, input_tokens=inputs, output_tokens=outputs, num_blocks=_BLOCKS, arrivals=times)
     requests = simulate(schedule, problem.cost, inputs.tolist(), outputs.tolist(), times.tolist())
     firsts = np.array([request.token_times[0] for request in requests])
@@ -227,13 +269,13 @@ def _capacity(problem: Problem, schedule: Schedule) -> float:
     return summarize(run.requests, p99_output=problem.workload.output_quantile(0.99)).throughput
 
 
-def draw(policy: str, number: int) -> tuple[Problem, Schedule]:
-    """A random case whose schedule the memory holds."""
+def draw(policy: str, number: int, trace: str | None = None) -> tuple[Problem, Schedule]:
+    """A random case whose schedule the memory holds; with the lengths of a trace, cut to the model's context."""
     rng = np.random.default_rng([number, *policy.encode()])
     module = load_policy(policy)
     while True:
         model, cluster, unit = MODELS[rng.integers(len(MODELS))]
-        problem = _problem(model, cluster, LENGTHS[rng.integers(len(LENGTHS))])
+        problem = _problem(model, cluster, trace or LENGTHS[rng.integers(len(LENGTHS))])
         placement = _placement(problem, rng, unit, apart=module.SEPARATE_STAGES)
         if placement is None:
             continue
@@ -282,12 +324,13 @@ def _problem(model: str, cluster: str, lengths: str) -> Problem:
         load_model_spec(model), with_links(load_datasheet(found.device), found), dtype="float16"
     )
     part = found.part(8)
-    return replace(make_problem(profile, _lengths(lengths), _BOUNDS[0], cluster=part), more_bounds=_BOUNDS[1:])
+    workload = _lengths(lengths).fit_context(profile.model.max_context)
+    return replace(make_problem(profile, workload, _BOUNDS[0], cluster=part), more_bounds=_BOUNDS[1:])
 
 
 @cache
 def _lengths(name: str) -> Workload:
-    if name in ("S", "T"):
+    if name in ("S", "T") or Path(name).exists():
         return load_workload(name)
     rng = np.random.default_rng(0)
     mean, sigma, most = {"sharegpt": ((161, 338), (1.2, 0.9), 1000), "heavy": ((200, 150), (1.0, 1.5), 1000)}[name]
@@ -331,7 +374,7 @@ def _counted(points: list[dict[str, Any]], name: str) -> list[int]:
 
 def _line(point: dict[str, Any]) -> str:
     """Errors of one point, percent, with the half width of the replays' interval."""
-    name = f"{point['policy']} {point['case']} at {point['load']}, gaps {point['bursts']:g}: {point['what']}"
+    name = f"{point['policy']} {point['case']} at {point['load']}, one of {point['one of']}: {point['what']}"
     if point["errors"] is None:
         return f"{name}: refused"
     halves = {n: _error(point["replay"][n] + point["half width"][n], point["replay"][n]) for n in METRICS}

@@ -348,8 +348,8 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/at_rate.py",
-        "(variability + lengths) / (1.0 + lengths) if variability < 1.0",
-        "1.0 if variability < 1.0",
+        "many = (variability + lengths) / (1.0 + lengths)",
+        "many = 1.0",
         "every n-th request of a stream counts as a Poisson stream",
         ("tests/planner/test_sharing.py",),
     ),

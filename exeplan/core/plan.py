@@ -118,10 +118,15 @@ class Plan:
     def num_replicas(self) -> int:
         return sum(group.num_replicas for group in self.groups)
 
+    @property
+    def figures(self) -> dict[str, Estimate]:
+        """The closed form's and the replay's, as far as the plan has them; of a trace's arrivals the replay's."""
+        closed = {} if self.trace_arrivals and self.replay else {"closed form": self.estimate}
+        return {name: one for name, one in {**closed, "replay": self.replay}.items() if one is not None}
+
     def to_frame(self) -> Any:
-        """A pandas DataFrame of the closed form's and the replay's figures, as far as the plan has them."""
-        found = {"closed form": self.estimate, "replay": self.replay}
-        return frame([{"by": name, **e.to_dict()} for name, e in found.items() if e is not None], index="by")
+        """A pandas DataFrame of its figures."""
+        return frame([{"by": name, **one.to_dict()} for name, one in self.figures.items()], index="by")
 
 
 def single_plans(plan: Plan) -> tuple[Plan, ...]:

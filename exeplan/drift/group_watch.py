@@ -16,7 +16,7 @@ from exeplan.drift.length_monitor import LengthMonitor
 from exeplan.drift.state import DriftState, RequestLengths, Rules
 from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import Infeasible
-from exeplan.planner.choice.pipelines import with_headroom
+from exeplan.planner.problems.headroom import with_headroom
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replicas import together
 from exeplan.workload.workload import Workload

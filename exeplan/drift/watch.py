@@ -34,7 +34,7 @@ from exeplan.drift.moving_cost import moving_seconds
 from exeplan.drift.state import DriftState, RequestLengths, Rules
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.optimize import resolve_policies
-from exeplan.planner.choice.pipelines import with_headroom
+from exeplan.planner.problems.headroom import with_headroom
 from exeplan.planner.problems.problem import Problem
 from exeplan.policies import engine_of, load_policy, policy_names
 from exeplan.simulator.closed_form import steady_state

@@ -191,6 +191,17 @@ def profiled_host(profile: Profile, num_gpus: int) -> Cluster:
     )
 
 
+def _of_datasheet(plan: Plan) -> str:
+    """How to make the profile of a plan that was made from a datasheet: the end of a sentence."""
+    if plan.cluster is None:
+        return ""
+    try:
+        device = load_cluster(plan.cluster).device
+    except InputError:  # A file that is not here.
+        return ""
+    return f" (`exeplan profile {plan.model} --datasheet {device} --cluster {plan.cluster} -o profile.json` makes it)"
+
+
 def plan_request(
     plan: Plan,
     *,
@@ -204,7 +215,7 @@ def plan_request(
     """
     measured = profile or plan.profile
     if measured is None:
-        raise InputError("the plan names no profile; give one with --profile")
+        raise InputError(f"the plan names no profile; give one with --profile{_of_datasheet(plan)}")
     measured = measured if isinstance(measured, Profile) else load_profile(Path(measured))
     spec = _checked(plan, _planned_model(plan, measured))
     measured = profile_for(spec, measured).with_threads(plan.num_threads)

@@ -12,9 +12,9 @@ from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup
 from exeplan.errors import InputError
 from exeplan.extras import frame
 from exeplan.figures import axes_or_new
-from exeplan.planner.choice.pipelines import with_headroom
 from exeplan.planner.load_problem import with_relative_references
 from exeplan.planner.plan_request import PlanRequest
+from exeplan.planner.problems.headroom import with_headroom
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replays import (
     FullBatches,
@@ -23,10 +23,11 @@ from exeplan.planner.problems.replays import (
     kv_cache_tokens,
     replay_estimate,
     routed_estimate,
+    traced,
 )
 from exeplan.planner.problems.replicas import GroupFigures, together
 from exeplan.planner.reports.placement_text import show_copies
-from exeplan.planner.reports.report import full_line
+from exeplan.planner.reports.report import NO_CLOSED_FORM, full_line
 from exeplan.planner.reports.tables import group_table, html, html_table, notes_on, side_by_side, side_by_side_rows
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.routed import RoutedRun
@@ -62,7 +63,7 @@ class Simulation:
 
     @property
     def estimate(self) -> Estimate:
-        """The closed form's."""
+        """The closed form's; the replay's where requests come at the times of a trace."""
         assert self.plan.estimate is not None
         return self.plan.estimate
 
@@ -104,7 +105,7 @@ class Simulation:
         write_timeline(self.run, Path(path), title=self._title)
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame with a row for the closed form and one for the replay."""
+        """A pandas DataFrame with a row for the closed form, where there is one, and one for the replay."""
         return self.plan.to_frame()
 
     def requests(self) -> Any:
@@ -137,16 +138,21 @@ class Simulation:
     @property
     def _remark(self) -> str:
         broken = f"the replay breaks the {self.broken_bound}" if self.broken_bound else ""
-        lines = (*full_line(self.full), notes_on(replay=self.plan.replay).strip(), broken)
+        lines = (
+            NO_CLOSED_FORM if traced(self.problem) else "",
+            *full_line(self.full),
+            notes_on(replay=self.plan.replay).strip(),
+            broken,
+        )
         return "\n".join(line for line in lines if line)
 
     def __repr__(self) -> str:
-        figures = side_by_side(closed_form=self.plan.estimate, replay=self.plan.replay)
+        figures = side_by_side(**self.plan.figures)
         parts = (self._headline, figures, group_table(self.groups), self._remark)
         return "\n\n".join(part for part in parts if part)
 
     def _repr_html_(self) -> str:
-        columns, rows = side_by_side_rows(closed_form=self.plan.estimate, replay=self.plan.replay)
+        columns, rows = side_by_side_rows(**self.plan.figures)
         return html(self._headline, html_table(columns, rows), group_table(self.groups), self._remark)
 
 
@@ -180,9 +186,8 @@ def simulate_plan(
         for one, group in alone
     )
     filled = replace(
-        with_headroom(plan, problems),
-        estimate=together(estimates, [group.num_replicas for group in plan.groups]),
-        replay=replayed,
+        with_headroom(replace(plan, replay=replayed), problems),
+        estimate=replayed if traced(problem) else together(estimates, [group.num_replicas for group in plan.groups]),
         kv_cache_tokens=first.kv_cache_tokens,
         more_replicas=tuple(more),
         search={**plan.search, "replays": 1} if plan.search else plan.search,

@@ -32,9 +32,9 @@ class Arrivals:
     rate: float
     """Requests a second, the mean."""
     variability: float = 1.0
-    """Squared coefficient of variation of the gaps; 1 for a Poisson stream."""
+    """Squared coefficient of variation of the gaps; 1 for a Poisson stream, less for every n-th request of one."""
     of_trace: bool = False
-    """At the times of the workload's own trace."""
+    """At the times of the workload's own trace: no law says them, so that what they bring is replayed."""
     sharing: int = 1
     """Replicas among which a stream of `sharing * rate` goes, each request to the one with the fewest."""
     share: float = 1.0
@@ -59,13 +59,13 @@ class Arrivals:
     def split(self, replicas: int, router: str, *, share: float | None = None) -> "Arrivals":
         """The arrivals at one of several replicas, by the law of the router; `share` of all, where they are not equal.
 
-        Of a stream's requests, one in n at random keeps a Poisson stream Poisson, and every n-th makes the sum of n
-        gaps one gap. Requests that go to the shortest queue keep all queues alike: the replicas work as one system of
+        Of a stream's requests, one in n at random leaves a Poisson stream, and every n-th makes the sum of n gaps one
+        gap. Requests that go to the shortest queue keep all queues alike: the replicas work as one system of
         that many times the throughput.
         """
         share = 1 / replicas if share is None else share
         if router == "random":
-            return replace(self, rate=self.rate * share, variability=1 + (self.variability - 1) * share, share=share)
+            return replace(self, rate=self.rate * share, share=share)
         if router == "round-robin":
             return replace(self, rate=self.rate * share, variability=self.variability * share, share=share)
         return replace(self, rate=self.rate * share, sharing=replicas, share=share)
@@ -118,8 +118,7 @@ def trace_arrivals(workload: Workload) -> Arrivals:
         raise InputError(f"workload '{workload.name}' has no arrival times; give an arrival rate instead")
     if len(times) < 2 or times[-1] <= times[0]:
         raise InputError(f"the arrivals of workload '{workload.name}' span no time; give an arrival rate instead")
-    gaps = np.diff(times)
-    return Arrivals(rate=float(1 / gaps.mean()), variability=float(gaps.var() / gaps.mean() ** 2), of_trace=True)
+    return Arrivals(rate=float((len(times) - 1) / (times[-1] - times[0])), of_trace=True)
 
 
 def residents(rate: float, sizes: Floats, throughputs: Floats, *, spread: float = 1.0) -> Floats:

@@ -12,7 +12,7 @@ from exeplan.cli import main
 from exeplan.core.cluster import Cluster, Link, load_cluster
 from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible
-from exeplan.planner.choice import pipelines
+from exeplan.planner.choice import seeded_replays
 from exeplan.planner.choice.pipelines import Optimum
 from exeplan.planner.problems.replays import routed_estimate
 from exeplan.planner.sizing import Tried, fewest_gpus, never_worse, sizes, sizes_table, tried_size
@@ -99,7 +99,7 @@ def test_what_is_only_advised_is_replayed_once(
         seeds.append(options["seed"])
         return routed_estimate(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pipelines, "routed_estimate", counted)
+    monkeypatch.setattr(seeded_replays, "routed_estimate", counted)
     load = ["--arrival-rate", "180", "--latency-bound", "70ms"]
     assert "suffice" in refusal(capsys, *load, "--gpus", "1")
     assert seeds

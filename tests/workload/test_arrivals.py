@@ -17,7 +17,8 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import load_plan
-from exeplan.planner.problems.problem import Problem, make_problem, rate_headroom
+from exeplan.planner.problems.headroom import rate_headroom, with_headroom
+from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.problems.replays import replay_estimate
 from exeplan.workload.arrivals import Arrivals, residents, trace_arrivals
 from exeplan.workload.files import load_workload
@@ -94,7 +95,6 @@ def test_a_trace_keeps_its_requests_and_times() -> None:
     workload = traced(np.array([2.0, 3.0, 3.0, 5.0]))
     arrivals = trace_arrivals(workload)
     assert arrivals.rate == pytest.approx(1.0)
-    assert arrivals.variability == pytest.approx(np.var([1.0, 0.0, 2.0]))
     inputs, outputs, times = arrivals.draw(workload, 3, seed=7)
     assert inputs.tolist() == [10, 10, 10]
     assert outputs.tolist() == [3, 4, 5]
@@ -239,12 +239,86 @@ def test_a_plan_for_a_rate_says_so_and_simulates_the_same(folder: Path, capsys: 
 def test_the_arrivals_of_a_trace_are_replayed_as_they_were(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--latency-bound", "200ms", "--arrivals", "trace", "-o", "plan.yaml"]
     assert main(command(*options, workload="t.csv")) == 0
-    assert "requests/s (as in the trace)" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "requests/s (as in the trace)" in text
+    assert "bursts have no closed form: all figures are of a replay" in text
+    assert "  closed form" not in text
     plan = load_plan(folder / "plan.yaml")
     assert plan.trace_arrivals
     assert plan.arrival_rate is None
     assert main(["simulate", "plan.yaml"]) == 0
     assert "200 requests" in capsys.readouterr().out
+
+
+def burst_trace(size: int, *, gap: float, count: int = 600) -> Workload:
+    """Requests that come `size` at once, every `size * gap` seconds, so that the mean rate is 1 / gap."""
+    inputs, outputs = load_workload(LAW).sample(count, seed=3)
+    times = np.repeat(np.arange(count // size) * size * gap, size)
+    return Workload.of_trace("bursts", Trace(inputs, outputs, times))
+
+
+def asked_of(profile: Profile, workload: Workload, *, bound: float) -> Problem:
+    problem = make_problem(profile, workload, Bound(seconds=bound, metric="p99-requests"), max_seqs=64)
+    return replace(problem, arrivals=trace_arrivals(workload))
+
+
+@pytest.mark.parametrize("size", [1, 30])
+def test_the_figures_of_a_plan_for_a_trace_are_those_of_its_replay(size: int, profile: Profile) -> None:
+    """By a law of single gaps a burst of 30 has the queue of a Poisson stream, and even arrivals have one at all."""
+    problem = asked_of(profile, burst_trace(size, gap=1 / 60), bound=1.0)
+    found = optimize(problem, policies=("orca", "static"))
+    plan = found.plan
+    _, replayed = replay_estimate(problem, plan.schedule, seed=0)
+    assert plan.estimate == plan.replay
+    assert plan.replay is not None
+    assert plan.replay.to_dict() == pytest.approx(replayed.to_dict())
+    for one in found.candidates:
+        assert one.schedule is not None
+        assert one.estimate is not None
+        _, own = replay_estimate(problem, one.schedule, seed=0)
+        assert one.estimate.latency == pytest.approx(own.latency)
+    by_law = problem.estimate(plan.schedule)
+    assert by_law.latency is not None
+    assert plan.replay.latency is not None
+    assert (by_law.latency > plan.replay.latency) == (size == 1)
+
+
+def test_a_trace_that_keeps_its_bound_only_in_the_replay_has_a_plan(profile: Profile) -> None:
+    """Even arrivals wait less than those of the law that the search has: a bound between both is kept."""
+    problem = asked_of(profile, burst_trace(1, gap=1 / 60), bound=1.0)
+    plan = optimize(problem, policies=("static",)).plan
+    by_law, replayed = problem.estimate(plan.schedule).latency, plan.replay and plan.replay.latency
+    assert by_law is not None
+    assert replayed is not None
+    between = (by_law + replayed) / 2
+    assert replayed < between < by_law
+    again = optimize(replace(problem, bound=Bound(seconds=between, metric="p99-requests")), policies=("static",)).plan
+    assert again.replay is not None
+    assert again.replay.latency is not None
+    assert again.replay.latency <= between
+
+
+def test_bursts_that_break_a_bound_in_the_replay_are_refused(profile: Profile) -> None:
+    """Those of 30 take longer than the bound; by a law of single gaps they would not."""
+    with pytest.raises(Infeasible, match="the wait included; the bound is 50 ms"):
+        optimize(asked_of(profile, burst_trace(30, gap=1 / 60), bound=0.05), policies=("orca",))
+
+
+def test_the_headroom_of_a_trace_is_that_of_a_stream_scaled_to_the_replay(profile: Profile) -> None:
+    workload = burst_trace(30, gap=1 / 60)
+    schedule = Schedule("orca", {"max_num_seqs": 24})
+    problem = asked_of(profile, workload, bound=1.0)
+    _, replayed = replay_estimate(problem, schedule, seed=0)
+    assert replayed.latency is not None
+    rises = []
+    for share in (1.001, 1.5):
+        tight = replace(problem, bound=Bound(seconds=share * replayed.latency, metric="p99-requests"))
+        plan = replace(optimize(tight, policies=("orca",)).plan, schedule=schedule, replay=replayed)
+        rises.append(with_headroom(plan, [tight]).rate_headroom)
+    assert rises[0] is not None
+    assert rises[1] is not None
+    assert 0 <= rises[0] < 0.03
+    assert rises[1] > 0.05
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,10 @@ def optimize(
         )
         pipelines.replay(next_one)
     if division and pipelines.throughput(division) >= problem.min_throughput:
+        for key in pipelines.unreplayed():
+            number += 1
+            told(f"replay {number} ({key[1]})", 1 - (1 - _SEARCHED) / number)
+            pipelines.tell(key)
         return pipelines.optimum(division)
     if problem.required:
         pipelines.refuse_rate(advise=advise)

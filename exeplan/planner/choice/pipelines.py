@@ -7,7 +7,7 @@ Not here: the loop that decides what is replayed next (`optimize.py`), and the s
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,16 +29,17 @@ from exeplan.planner.choice.candidates import (
 from exeplan.planner.choice.exhaustive import search_progress
 from exeplan.planner.choice.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.choice.search_space import Outcomes
+from exeplan.planner.choice.seeded_replays import MOST_ADDED, Replays
 from exeplan.planner.margins.margins import Margins, Risk, expected_margins, margins
-from exeplan.planner.problems.problem import Problem, drift_headroom, rate_headroom
-from exeplan.planner.problems.ranking import MOST_SEEDS, Order, behind, decided, mean_estimate
+from exeplan.planner.problems.headroom import with_headroom
+from exeplan.planner.problems.problem import Problem
+from exeplan.planner.problems.ranking import MOST_SEEDS, Order, behind, mean_estimate
 from exeplan.planner.problems.replays import (
     FullBatches,
     full_batches,
     kv_cache_tokens,
-    replay_estimate,
-    routed_estimate,
     too_short,
+    traced,
 )
 from exeplan.planner.problems.replicas import (
     Division,
@@ -63,9 +64,6 @@ _FIRST_SLACK = 0.001
 weights, 1 % of latency is worth 10 % of throughput."""
 _DOUBT = 0.05
 """How much better than its closed form a replay may be; nearly all are within half of it."""
-_MOST_ADDED = 40_000
-"""Requests of further seeds, after which the order may stay uncertain, and the means of one schedule's seeds decide
-whether it keeps the bounds."""
 _ADJUSTED_SEEDS = 3
 """Replays of an adjusted schedule."""
 _MISJUDGED, _GIVEN_UP = 1.1, 2
@@ -165,8 +163,7 @@ class Pipelines:
                 self.found.setdefault((size, policy), not_searched(policy))
         self.limits: dict[Key, tuple[Bound, ...]] = dict.fromkeys(self.found, held)
         self.proofs: dict[Key, _Proof] = {}
-        self.known: dict[Hashable, tuple[Run, tuple[Estimate, ...]]] = {}
-        """Replays by what they are of: searches under other bounds may find the same schedule again."""
+        self.replays = Replays(problem, seed=seed, num_requests=effort.num_requests, further=effort.close_ones)
         self.added_requests = 0
         """Replayed with further seeds, to make an order certain."""
         self.given_up: dict[Key, list[tuple[Placement, Schedule]]] = {}
@@ -242,7 +239,7 @@ class Pipelines:
         if order[0].behind > _DOUBT or order[0].num_seeds >= MOST_SEEDS:
             return None
         pair = [key for key in {*_keys(division), *_keys(order[1])} if self._num_seeds(key) == order[0].num_seeds]
-        return min(pair) if self.added_requests < _MOST_ADDED else None
+        return min(pair) if self.added_requests < MOST_ADDED else None
 
     def _rivals(self, division: Mapping[int, tuple[str, int]]) -> list[dict[int, tuple[str, int]]]:
         """The best divisions without one of its pipelines."""
@@ -291,7 +288,7 @@ class Pipelines:
         part = self.parts[size]
         placed = _at(part, winner.placement)
         assert winner.estimate is not None
-        run, replays = self._replays(size, placed, winner.schedule, winner.estimate)
+        run, replays = self.replays.of(placed, winner.schedule, winner.estimate, replicas=self._count(size))
         proof = _Proof(run=run, replays=replays, margin=self.margin)
         if self.risk:
             try:
@@ -317,51 +314,6 @@ class Pipelines:
             self.found[key] = replace(winner, schedule=None, refusal=f"{winner.policy} breaks a bound in its replays")
             return
         self._search_again(key, _filled(self.parts[key[0]], winner, proof), replayed)
-
-    def _replay(self, placed: Problem, schedule: Schedule, *, more: int = 0) -> tuple[Run, Estimate]:
-        """A replay by the `more`-th further seed."""
-        num_requests = self.effort.num_requests
-        return replay_estimate(placed, schedule, seed=self.seed + more, num_requests=num_requests, record_passes=False)
-
-    def _replays(
-        self, size: int, placed: Problem, schedule: Schedule, estimate: Estimate
-    ) -> tuple[Run, tuple[Estimate, ...]]:
-        """The first replay of a pipeline, and Estimates of it and of as many further seeds as bounds at a rate need.
-
-        There are none where its closed form breaks a bound, as no replay can mend that. Candidates have the same seeds,
-        and so the same requests.
-        """
-        most = MOST_SEEDS if max(utilizations(self.parts[size].bounds, estimate)) <= 1 else 1
-        of = size, placed.cost.placement, schedule.policy, schedule.order, tuple(sorted(schedule.variables.items()))
-        if of not in self.known:
-            run, first = self._replayed(size, placed, schedule)
-            found, added = [first], 0
-            while len(found) < most and added < _MOST_ADDED and self._needs_more(found):
-                another, replayed = self._replayed(size, placed, schedule, more=len(found))
-                found.append(replayed)
-                added += len(another.requests) * self._count(size)
-            self.known[of] = run, tuple(found)
-        return self.known[of]
-
-    def _needs_more(self, replays: Sequence[Estimate]) -> bool:
-        """Whether another seed may decide if the bounds hold at the rate; a trace comes at its own times, always."""
-        arrivals = self.problem.arrivals
-        if arrivals is None or arrivals.of_trace or not self.effort.close_ones:
-            return False
-        return not decided([utilizations(self.problem.bounds, one) for one in replays])
-
-    def _replayed(self, size: int, placed: Problem, schedule: Schedule, *, more: int = 0) -> tuple[Run, Estimate]:
-        """The replay of a pipeline by the `more`-th further seed, and its Estimate; at a rate that of all its replicas
-        behind the router."""
-        if not self.problem.arrivals or (count := self._count(size)) == 1:
-            return self._replay(placed, schedule, more=more)
-        num_requests = self.effort.num_requests and count * self.effort.num_requests
-        devices = tuple(size * number for number in range(count))
-        group = ReplicaGroup(schedule=schedule, placement=placed.cost.placement, first_devices=devices)
-        run, replayed = routed_estimate(
-            self.problem, [(placed, group)], ROUTERS[0], seed=self.seed + more, num_requests=num_requests
-        )
-        return run.replicas[0], replayed
 
     def _prove(self, key: Key, proof: _Proof) -> None:
         """Keeps the better of this proof and the one that another variant had; looks for another variant where the
@@ -410,10 +362,10 @@ class Pipelines:
     def _kept(self, placed: Problem, schedule: Schedule) -> tuple[Run, tuple[Estimate, ...]] | None:
         """The first replay of a schedule, and Estimates of all seeds; None where the first or their mean breaks a
         bound."""
-        run, first = self._replay(placed, schedule)
+        run, first = self.replays.alone(placed, schedule)
         if not self._keep([first]):
             return None
-        others = (self._replay(placed, schedule, more=more)[1] for more in range(1, _ADJUSTED_SEEDS))
+        others = (self.replays.alone(placed, schedule, more=more)[1] for more in range(1, _ADJUSTED_SEEDS))
         replays = first, *others
         return (run, replays) if self._keep(replays) else None
 
@@ -423,7 +375,7 @@ class Pipelines:
 
     def _gains(self, placed: Problem, schedule: Schedule, replays: Sequence[Estimate]) -> bool:
         """Whether replays, by seed, serve certainly more than those of the schedule."""
-        before = [self._replay(placed, schedule, more=more)[1].throughput for more in range(len(replays))]
+        before = [self.replays.alone(placed, schedule, more=more)[1].throughput for more in range(len(replays))]
         gain, interval = behind([one.throughput for one in replays], before)
         return gain > interval
 
@@ -457,7 +409,7 @@ class Pipelines:
         assert found.schedule is not None
         assert found.placement is not None
         placed = _at(self.parts[key[0]], found.placement)
-        run, replayed = self._replay(placed, found.schedule, more=len(proof.replays))
+        run, replayed = self.replays.alone(placed, found.schedule, more=len(proof.replays))
         self.added_requests += len(run.requests)
         self.proofs[key] = proof = replace(proof, replays=(*proof.replays, replayed))
         if max(utilizations(self.problem.bounds, proof.replayed)) > 1:
@@ -499,15 +451,13 @@ class Pipelines:
         alone = [(_at(self.parts[size], group.placement), group) for (size, _), group in pairs]
         estimates = [one.estimate(group.schedule) for one, group in alone]
         plan = _plan(self.problem, placed, groups, [self.proofs[key].margin for key in keys])
-        if self.effort.headroom:
-            plan = with_headroom(plan, [one for one, _ in alone])
         found = tuple(self._candidate(policy) for policy in self.policies)
         seeds = self._seeds(keys, counts)
         stalls = [one.longest_stall(group.schedule) for one, group in alone]
         plan = replace(
             plan,
             longest_stall=asdict(max(stalls, key=lambda stall: stall.seconds)),
-            estimate=together(estimates, counts),
+            estimate=proof.replayed if traced(self.problem) else together(estimates, counts),
             # What the order counts, too: pipelines of unequal replicas may have unequal numbers of seeds.
             replay=proof.replayed
             if self.problem.arrivals
@@ -518,6 +468,8 @@ class Pipelines:
                 "replays": len(seeds),
             },
         )
+        if self.effort.headroom:
+            plan = with_headroom(plan, [one for one, _ in alone])
         assert plan.estimate is not None
         assert plan.replay is not None
         for figures in (plan.estimate, plan.replay):
@@ -590,6 +542,8 @@ class Pipelines:
         first, *more = self._groups(division, keys)
         estimates = [one for key in keys if (one := self.found[key].estimate) is not None]
         proved = all(key in self.proofs for key in keys)
+        if traced(self.problem):
+            return self._traced(keys[0], first, _added(self.found[keys[0]].search, searches))
         replayed = self.proofs[keys[0]].replayed.throughput if proved and self.problem.arrivals else None
         if self.problem.arrivals and not proved and max(utilizations(self.problem.bounds, estimates[0])) > 1:
             bound, share = binding(self.problem.bounds, estimates[0]) or (self.problem.bound, 0.0)
@@ -603,6 +557,35 @@ class Pipelines:
             more_replicas=tuple(more),
             replayed=self.throughput(division) if proved and not self.problem.arrivals else replayed,
         )
+
+    def _traced(self, key: Key, group: ReplicaGroup, search: Result | None) -> Candidate:
+        """A policy's best pipeline under the arrivals of a trace: what the replay of all its replicas says."""
+        found, bounds = replace(self.found[key], search=search), self.problem.bounds
+        assert found.estimate is not None
+        placed = _at(self.parts[key[0]], group.placement)
+        _, replays = self.replays.of(placed, group.schedule, found.estimate, replicas=group.num_replicas)
+        replayed = mean_estimate(replays)
+        if key not in self.proofs and (full := binding(bounds, replayed)) and full[1] > 1:
+            bound, share = full
+            refusal = f"{key[1]} needs {show_seconds(share * bound.seconds)} {bound.name} in the replay of the trace"
+            return replace(found, schedule=None, refusal=refusal)
+        return replace(found, estimate=replayed, replicas=group.first_devices, replayed=replayed.throughput)
+
+    def unreplayed(self) -> list[Key]:
+        """Of the arrivals of a trace: each policy's best pipeline that no replay has told of."""
+        if not traced(self.problem):
+            return []
+        best = [self.best([policy]) for policy in self.policies]
+        return [key for division in best for key in _keys(division) if key not in self.proofs]
+
+    def tell(self, key: Key) -> None:
+        """Replays a pipeline for what is told of its policy."""
+        found = self.found[key]
+        assert found.schedule is not None
+        assert found.placement is not None
+        assert found.estimate is not None
+        placed = _at(self.parts[key[0]], found.placement)
+        self.replays.of(placed, found.schedule, found.estimate, replicas=self._count(key[0]))
 
     def _refused(self, policy: str, of_policy: Mapping[int, Candidate], searches: Sequence[Result]) -> Candidate:
         """Why a policy has no plan: by the size that comes nearest to one."""
@@ -672,7 +655,7 @@ class Pipelines:
         placed = _at(part, best.placement)
         schedule = self.problem.schedule(best.policy, best.search.lowest_latency.point)
         estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
-        run, replays = self._replays(key[0], placed, schedule, estimate)
+        run, replays = self.replays.of(placed, schedule, estimate, replicas=self._count(key[0]))
         winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
         margin = self.margin
         if self.risk:
@@ -747,11 +730,11 @@ def _misjudged(problem: Problem, winner: Candidate, replayed: Estimate) -> bool:
 
 def _filled(problem: Problem, winner: Candidate, proof: _Proof) -> list[float]:
     """The utilization of each bound: the larger of the replays' and the closed form's, with the margin if there is
-    one."""
+    one; of a trace that comes at its own times the replay's."""
     assert winner.estimate is not None
     values = proof.margin.values if proof.margin else [0.0] * len(problem.bounds)
-    predicted = utilizations(problem.bounds, winner.estimate)
     replays = utilizations(problem.bounds, proof.replayed)
+    predicted = replays if traced(problem) else utilizations(problem.bounds, winner.estimate)
     return [max(full, share * (1 + value)) for full, share, value in zip(replays, predicted, values, strict=True)]
 
 
@@ -788,16 +771,6 @@ def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], mar
         profile_fingerprint=problem.profile.fingerprint,
         promise=_promise(problem, [margin for margin in margins if margin]),
     )
-
-
-def with_headroom(plan: Plan, alone: Sequence[Problem]) -> Plan:
-    """The plan with its headroom, the least of its groups of replicas; `alone` are the problems of one of each."""
-
-    def least(headroom: Callable[[Problem, Schedule], float | None]) -> float | None:
-        found = [headroom(one, group.schedule) for one, group in zip(alone, plan.groups, strict=True)]
-        return min((value for value in found if value is not None), default=None)
-
-    return replace(plan, drift_headroom=least(drift_headroom), rate_headroom=least(rate_headroom))
 
 
 def _promise(problem: Problem, found: Sequence[Margins]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Margins: how far below each bound a plan stays, and what each part of that distance is for.
 
     replays      closed form -> replay: the winner replayed with several seeds, which includes the spread between
-                 samples of requests; fresh replays of the winner are not biased by its selection
+                 samples of requests; fresh replays of the winner are not biased by its selection. Not where requests
+                 come at the times of a trace: what is promised is a replay then
     lengths      the trace is a sample of what will come (`sampling_error.py`)
     profile      the times in the profile are measured (`profile_error`)
     deployment   replay -> measurement: errors of measured deployments, and of this one (`deployments.py`); of a profile
@@ -36,7 +37,7 @@ from exeplan.planner.margins.risk import ErrorLaw, compound, error_law
 from exeplan.planner.margins.sampling_error import sampling_error
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import MOST_SEEDS
-from exeplan.planner.problems.replays import replay_estimate
+from exeplan.planner.problems.replays import replay_estimate, traced
 from exeplan.policies import load_policy
 
 _SEEDS = 8
@@ -80,7 +81,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margins:
-    """One margin for each bound, 0 for an infinite one: the closed form times (1 + margin) keeps the bound."""
+    """One margin for each bound, 0 for an infinite one: what is promised, times (1 + margin), keeps the bound."""
 
     risk: float
     values: tuple[float, ...]
@@ -101,7 +102,8 @@ def margins(problem: Problem, schedule: Schedule, risk: Risk, *, seed: int) -> M
 
     Raises Infeasible as `sampling_error` does.
     """
-    laws, remarks = [_replay_laws(problem, schedule, seed=seed)], []
+    # Of a trace the replay itself is what is promised.
+    laws, remarks = [] if traced(problem) else [_replay_laws(problem, schedule, seed=seed)], []
     if sampled := sampling_error(problem, schedule, risk=risk.share, seed=seed):
         laws.append([_with_throughput(law, sampled.throughput) for law in sampled.laws])
     else:
@@ -142,10 +144,8 @@ def _deployment_laws(problem: Problem, risk: Risk) -> list[ErrorLaw | None]:
 
 def _replay_laws(problem: Problem, schedule: Schedule, *, seed: int) -> list[ErrorLaw | None]:
     predicted = values_of(problem.bounds, problem.estimate(schedule))
-    # A trace is replayed at its own times: other seeds give the same run.
-    seeds = 1 if problem.arrivals and problem.arrivals.of_trace else _SEEDS
     fresh = seed + MOST_SEEDS  # Those before may have selected it.
-    runs = [replay_estimate(problem, schedule, seed=fresh + number, record_passes=False)[1] for number in range(seeds)]
+    runs = [replay_estimate(problem, schedule, seed=fresh + number, record_passes=False)[1] for number in range(_SEEDS)]
     replayed = [values_of(problem.bounds, run) for run in runs]
     laws: list[ErrorLaw | None] = []
     for number in range(len(problem.bounds)):

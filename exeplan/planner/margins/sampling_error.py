@@ -4,7 +4,8 @@ Bayesian bootstrap (Rubin 1981): the requests get random weights, Dirichlet(1, .
 evaluated again under each. One more weight goes to requests longer than any that was seen, outputs and prompts each: of
 n requests the longest may well be the true 96th percentile (n = 100, once in a hundred samples), which reweighting the
 sample cannot show. How much longer they are is a Pareto law of the longest tenth's slope (Hill), itself drawn anew with
-its sampling error; a length that several requests share at the top is taken for a limit. Only values above the planned
+its sampling error; a length that several requests share at the top is taken for a limit. The arrivals of a trace are
+taken as a Poisson stream of its rate. Only values above the planned
 ones break a bound, so they make the spread. A law that was stated is no sample and has no such error.
 """
 

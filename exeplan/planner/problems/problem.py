@@ -1,7 +1,7 @@
 """Problem: one planning problem (model, profiled device, workload, bounds), and what a schedule does in it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,7 +37,6 @@ from exeplan.workload.workload import Workload
 
 MEMORY_UTILIZATION = 0.9
 """Share of the device's memory that weights, KV cache and workspace may take."""
-_HEADROOM_LIMIT, _HEADROOM_STEPS = 4.0, 1024
 _LIMIT_COSTS = 0.005
 """Share of the throughput that a limit on the tokens of a pass may cost, where it is not what is asked for."""
 _BATCH_SIZES = 12
@@ -198,7 +197,8 @@ class Problem:
     def estimate(self, schedule: Schedule, *, attainment: bool = True) -> Estimate:
         """The closed form's Estimate of a schedule; its attainment and goodput can be left out, which saves time.
 
-        With an arrival rate it is that of the batch size that reaches the rate. Raises Infeasible when none does.
+        With an arrival rate it is that of the batch size that reaches the rate. Raises Infeasible when none does. The
+        arrivals of a trace have no law: it is that of a Poisson stream then, and what is told of a plan is its replay.
         """
         full = steady_state(schedule, self.workload, self.cost)
         found = self._estimate(schedule, full, attainment=attainment)
@@ -428,40 +428,3 @@ def check_placement_memory(problem: Problem) -> None:
             f"tokens, {problem.profile.device.name} has {show_bytes(problem.memory)} for it; "
             "place fewer layers on it"
         )
-
-
-def drift_headroom(problem: Problem, schedule: Schedule) -> float | None:
-    """The share by which output lengths may rise, all in proportion, before a bound breaks.
-
-    None without a finite bound; never more than 400 %.
-    """
-    if math.isinf(problem.limit):
-        return None
-    return _headroom(lambda rise: replace(problem, workload=problem.workload.scale(1.0 + rise)).keeps(schedule))
-
-
-def rate_headroom(problem: Problem, schedule: Schedule) -> float | None:
-    """The share by which the arrival rate may rise before a bound breaks or the queue grows without end.
-
-    None for a backlog; never more than 400 %.
-    """
-    arrivals = problem.arrivals
-    if arrivals is None:
-        return None
-
-    def keeps(rise: float) -> bool:
-        faster = replace(arrivals, rate=arrivals.rate * (1.0 + rise))
-        return replace(problem, arrivals=faster).keeps(schedule)
-
-    return _headroom(keeps)
-
-
-def _headroom(keeps: Callable[[float], bool]) -> float:
-    """The last kept step up to the limit; headroom is mostly small, so small steps come first."""
-    low, high = 0, 1
-    while high <= _HEADROOM_STEPS and keeps(_HEADROOM_LIMIT * high / _HEADROOM_STEPS):
-        low, high = high, 2 * high
-    while high - low > 1 and low < _HEADROOM_STEPS:
-        middle = (low + high) // 2
-        low, high = (middle, high) if keeps(_HEADROOM_LIMIT * middle / _HEADROOM_STEPS) else (low, middle)
-    return _HEADROOM_LIMIT * low / _HEADROOM_STEPS

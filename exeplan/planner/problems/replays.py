@@ -108,6 +108,11 @@ def replay_estimate(
     )
 
 
+def traced(problem: Problem) -> bool:
+    """Whether requests come at the times of a trace: no law has its bursts, so that replays are what is told."""
+    return problem.arrivals is not None and problem.arrivals.of_trace
+
+
 def too_short(problem: Problem, schedule: Schedule) -> str:
     """Why the longest replay of a schedule under a backlog is too short to prove it, as a sentence; '' where it is
     not."""

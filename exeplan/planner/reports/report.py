@@ -15,7 +15,7 @@ from exeplan.planner.choice.candidates import Candidate
 from exeplan.planner.choice.pipelines import Optimum
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import CONFIDENCE, FAR, certain, half_interval
-from exeplan.planner.problems.replays import FullBatches
+from exeplan.planner.problems.replays import FullBatches, traced
 from exeplan.planner.reports.placement_text import show_copies, show_group, show_placement
 from exeplan.planner.reports.tables import group_table, side_by_side, table
 from exeplan.policies import load_policy
@@ -24,6 +24,8 @@ from exeplan.units import show_bytes, show_seconds
 
 _NOTICED = 1.0
 """Seconds between two tokens from which a reader takes a stream for stuck."""
+NO_CLOSED_FORM = "bursts have no closed form: all figures are of a replay"
+"""Of the arrivals of a trace."""
 IN_REPLAY = "in the replay"
 """By which figure a bound is used, of a plan without margins."""
 POLICY_COLUMNS = ("policy", "best schedule", "req/s", "replayed", "latency", "points")
@@ -56,11 +58,11 @@ def promises(optimum: Optimum, problem: Problem) -> list[str]:
     ]
 
 
-def columns(optimum: Optimum) -> dict[str, Estimate | None]:
+def columns(optimum: Optimum) -> dict[str, Estimate]:
     """The plan's figures side by side; a mean of several replays is called so."""
     number = len(optimum.seeds)
-    replay = f"mean_of_{number}_replays" if number > 1 else "replay"
-    return {"closed_form": optimum.plan.estimate, replay: optimum.plan.replay}
+    replay = f"mean of {number} replays" if number > 1 else "replay"
+    return {replay if name == "replay" else name: one for name, one in optimum.plan.figures.items()}
 
 
 def proof_line(optimum: Optimum, problem: Problem) -> list[str]:
@@ -277,13 +279,13 @@ def _bound_lines(problem: Problem, plan: Plan) -> list[str]:
     """Several bounds one by one, and the binding one."""
     if plan.estimate is None or plan.replay is None or not problem.more_bounds:
         return []
-    predicted, replayed = values_of(problem.bounds, plan.estimate), values_of(problem.bounds, plan.replay)
+    each = [values_of(problem.bounds, one) for one in plan.figures.values()]
     rows = [
-        (bound.name, show_seconds(bound.seconds), show_seconds(one), show_seconds(two))
-        for bound, one, two in zip(problem.bounds, predicted, replayed, strict=True)
+        (bound.name, show_seconds(bound.seconds), *map(show_seconds, found))
+        for bound, *found in zip(problem.bounds, *each, strict=True)
         if math.isfinite(bound.seconds)
     ]
-    lines = [table(("bound on", "at most", "closed form", "replay"), rows)]
+    lines = [table(("bound on", "at most", *plan.figures), rows)]
     if full := binding_bound(problem, plan):
         bound, share, by = full
         lines.append(f"binding bound: {bound.name}, {100 * share:.0f} % used {by}")
@@ -293,12 +295,12 @@ def _bound_lines(problem: Problem, plan: Plan) -> list[str]:
 def binding_bound(problem: Problem, plan: Plan) -> tuple[Bound, float, str] | None:
     """The binding bound of a plan, its utilization, and by which figure; None where no bound is finite.
 
-    In the replay; at a stated risk by the closed form with the margin that is promised. Margins of unequal replicas
+    In the replay; at a stated risk by what the margin that is promised is of. Margins of unequal replicas
     are of each one's own closed form, which the plan has not: then in the replay too.
     """
     assert plan.replay is not None
     if plan.promise and not plan.promise.get("more_groups") and plan.estimate is not None:
-        by = "by the closed form with its margin"
+        by = f"by {_promised_by(plan)} with its margin"
         margin = plan.promise["margin"]
         shares = utilizations(problem.bounds, plan.estimate)
         promised = [
@@ -315,8 +317,9 @@ def _rate_lines(problem: Problem, plan: Plan) -> list[str]:
     if problem.arrivals is None or plan.rate_headroom is None:
         return []
     more = 100 * plan.rate_headroom
+    replayed = f"; {NO_CLOSED_FORM}" if traced(problem) else ""
     return [
-        f"arrivals: {problem.arrivals}; times count from the arrival, the wait for a slot included",
+        f"arrivals: {problem.arrivals}; times count from the arrival, the wait for a slot included{replayed}",
         *([f"all {plan.num_replicas} replicas are replayed behind the router"] if plan.num_replicas > 1 else []),
         f"rate headroom: the bounds hold until the rate is {more:.0f} % higher (the schedule is the one with the most "
         "headroom)",
@@ -338,11 +341,15 @@ def _risk_lines(plan: Plan) -> list[str]:
     for number, group in enumerate(groups, 1):
         of_group = f" in replicas of group {number}" if len(groups) > 1 else ""
         lines += [
-            f"margin{of_group}: the closed form keeps every bound with {_shown_margin(group['margin'])} added, so that "
-            f"a bound breaks with a chance of at most {100 * plan.promise['risk']:g} %",
+            f"margin{of_group}: {_promised_by(plan)} keeps every bound with {_shown_margin(group['margin'])} added, so "
+            f"that a bound breaks with a chance of at most {100 * plan.promise['risk']:g} %",
             *(f"  {_shown_part(part)}" for part in group["parts"]),
         ]
     return lines
+
+
+def _promised_by(plan: Plan) -> str:
+    return "the replay of the trace" if plan.trace_arrivals else "the closed form"
 
 
 def _shown_part(part: Mapping[str, Any]) -> str:

@@ -14,10 +14,11 @@ from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.errors import Infeasible
-from exeplan.planner.choice import pipelines
+from exeplan.planner.choice import pipelines, seeded_replays
 from exeplan.planner.choice.optimize import as_json, optimize
 from exeplan.planner.problems import replays
-from exeplan.planner.problems.problem import Problem, drift_headroom, make_problem
+from exeplan.planner.problems.headroom import drift_headroom
+from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.problems.ranking import (
     FAR,
     MOST_SEEDS,
@@ -93,7 +94,7 @@ def test_two_that_run_alike_are_not_replayed_with_more_seeds(problem: Problem, m
         run, found = replay_estimate(problem, schedule, **options)  # type: ignore[arg-type]
         return run, replace(found, throughput=100.0)
 
-    monkeypatch.setattr(pipelines, "replay_estimate", alike)
+    monkeypatch.setattr(seeded_replays, "replay_estimate", alike)
     optimum = optimize(problem, policies=("orca", "chunked"))
     assert optimum.order
     assert (optimum.order.alike, optimum.order.num_seeds, len(optimum.seeds)) == (True, 2, 2)
@@ -104,7 +105,7 @@ def test_the_replay_ranks_and_not_the_closed_form(problem: Problem, monkeypatch:
     usual = optimize(problem, policies=("orca", "chunked"))
     loser = next(name for name in ("orca", "chunked") if name != usual.plan.schedule.policy)
     # The closed form is the same; the replays of what it ranks first are far worse.
-    monkeypatch.setattr(pipelines, "replay_estimate", scaled({usual.plan.schedule.policy: 0.5}))
+    monkeypatch.setattr(seeded_replays, "replay_estimate", scaled({usual.plan.schedule.policy: 0.5}))
     assert optimize(problem, policies=("orca", "chunked")).plan.schedule.policy == loser
 
 
@@ -116,7 +117,7 @@ def test_what_the_closed_form_may_misjudge_is_replayed(problem: Problem, monkeyp
     # worse than its closed form, which would have the second one replayed anyhow.
     monkeypatch.setattr(pipelines, "_DOUBT", 1.1 * gap - 1)
     replays = scaled({first.policy: 1.05, second.policy: 1.2 * gap})
-    monkeypatch.setattr(pipelines, "replay_estimate", replays)
+    monkeypatch.setattr(seeded_replays, "replay_estimate", replays)
     assert optimize(problem, policies=("orca", "rra")).plan.schedule.policy == second.policy
     monkeypatch.setattr(pipelines, "_DOUBT", 0.0)
     assert optimize(problem, policies=("orca", "rra")).plan.schedule.policy == first.policy
@@ -128,7 +129,7 @@ def test_seeds_are_added_until_the_order_is_certain(problem: Problem, monkeypatc
     assert found.order is not None
     enough = found.order.certain or found.order.alike or found.order.behind > 1.0
     assert enough or found.order.num_seeds == MOST_SEEDS
-    monkeypatch.setattr(pipelines, "_MOST_ADDED", 0)
+    monkeypatch.setattr(pipelines, "MOST_ADDED", 0)
     hasty = optimize(problem, policies=("orca", "chunked"))
     assert hasty.order is not None
     assert hasty.order.num_seeds == 1
@@ -144,7 +145,7 @@ def test_a_variant_that_replays_far_below_its_closed_form_gives_way(
         starved = schedule.variables == usual.schedule.variables and problem.cost.placement == usual.placement
         return run, replace(found, throughput=found.throughput / 2) if starved else found
 
-    monkeypatch.setattr(pipelines, "replay_estimate", replayed)
+    monkeypatch.setattr(seeded_replays, "replay_estimate", replayed)
     other = optimize(on_cluster, policies=("chunked",)).plan
     assert (other.schedule, other.placement) != (usual.schedule, usual.placement)
     assert other.replay.throughput > 0.6 * usual.replay.throughput
@@ -170,7 +171,7 @@ def test_the_best_of_three_misjudged_variants_is_kept(on_cluster: Problem, monke
             seen.append(variant)
         return run, replace(found, throughput=(0.5, 0.4, 0.8)[min(seen.index(variant), 2)] * found.throughput)
 
-    monkeypatch.setattr(pipelines, "replay_estimate", replayed)
+    monkeypatch.setattr(seeded_replays, "replay_estimate", replayed)
     unbounded = replace(on_cluster, one_pipeline=True, bound=Bound(seconds=math.inf))
     found = optimize(unbounded, policies=("chunked",)).plan
     assert len(seen) == 3
@@ -251,7 +252,7 @@ def test_one_lucky_draw_of_arrivals_proves_no_rate(at_rate: Problem, monkeypatch
     to_the_bound = 0.1 / usual.plan.replay.latency
     counted: list[int] = []
     lucky = seeded({0: 0.9 * to_the_bound} | dict.fromkeys(range(1, MOST_SEEDS), 1.15 * to_the_bound), counted)
-    monkeypatch.setattr(pipelines, "replay_estimate", lucky)
+    monkeypatch.setattr(seeded_replays, "replay_estimate", lucky)
     found = optimize(at_rate, policies=("orca",))
     assert {0, 1} <= set(counted)
     assert found.plan.schedule != usual.plan.schedule
@@ -264,7 +265,7 @@ def test_one_unlucky_draw_of_arrivals_refuses_no_plan(at_rate: Problem, monkeypa
     usual = optimize(at_rate, policies=("orca",))
     to_the_bound = 0.1 / usual.plan.replay.latency
     unlucky = {0: 1.33 * to_the_bound} | dict.fromkeys(range(1, MOST_SEEDS), 0.8 * to_the_bound)
-    monkeypatch.setattr(pipelines, "replay_estimate", seeded(unlucky, []))
+    monkeypatch.setattr(seeded_replays, "replay_estimate", seeded(unlucky, []))
     found = optimize(at_rate, policies=("orca",))
     assert found.plan.schedule == usual.plan.schedule
     assert found.seeds[0].latency > 0.1
@@ -302,7 +303,7 @@ def test_a_backlog_whose_further_replays_break_the_bound_is_searched_again(
     usual = optimize(problem, policies=("orca", "chunked"))
     assert len(usual.seeds) > 1
     late = dict.fromkeys(range(1, MOST_SEEDS), 1.3 * 0.1 / usual.plan.replay.latency)
-    monkeypatch.setattr(pipelines, "replay_estimate", seeded(late, []))
+    monkeypatch.setattr(seeded_replays, "replay_estimate", seeded(late, []))
     again = optimize(problem, policies=("orca", "chunked"))
     assert again.plan.schedule != usual.plan.schedule
     assert again.plan.replay.latency <= 0.1
@@ -310,7 +311,7 @@ def test_a_backlog_whose_further_replays_break_the_bound_is_searched_again(
 
 def test_far_below_its_bounds_a_rate_takes_one_replay(at_rate: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    monkeypatch.setattr(pipelines, "replay_estimate", seeded({}, counted))
+    monkeypatch.setattr(seeded_replays, "replay_estimate", seeded({}, counted))
     wide = replace(at_rate, bound=Bound(seconds=10.0))
     found = optimize(wide, policies=("orca",))
     assert counted == [0]
@@ -321,7 +322,7 @@ def test_a_schedule_that_is_found_again_is_not_replayed_again(
     at_rate: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    monkeypatch.setattr(pipelines, "replay_estimate", seeded(dict.fromkeys(range(MOST_SEEDS), 1e3), counted))
+    monkeypatch.setattr(seeded_replays, "replay_estimate", seeded(dict.fromkeys(range(MOST_SEEDS), 1e3), counted))
     with pytest.raises(Infeasible, match="needs"):
         optimize(at_rate, policies=("orca",))
     assert len(counted) < 8

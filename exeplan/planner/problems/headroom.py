@@ -1,0 +1,77 @@
+"""Headroom: by how much output lengths or the arrival rate may rise before a plan breaks a bound, by the closed form.
+
+Under the arrivals of a trace the closed form is of a Poisson stream, so that its bounds are scaled by what its figures
+are to those of the replay: at the rate of the trace itself both say the same.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from exeplan.core.bounds import scaled, values_of
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Estimate, Schedule
+from exeplan.planner.problems.problem import Problem
+
+_LIMIT, _STEPS = 4.0, 1024
+
+
+def with_headroom(plan: Plan, alone: Sequence[Problem]) -> Plan:
+    """The plan with its headroom, the least of its groups of replicas; `alone` are the problems of one of each.
+
+    Under the arrivals of a trace the plan has its replay already.
+    """
+
+    def least(headroom: Callable[[Problem, Schedule], float | None]) -> float | None:
+        found = [
+            headroom(_as_replayed(one, group.schedule, plan.replay), group.schedule)
+            for one, group in zip(alone, plan.groups, strict=True)
+        ]
+        return min((value for value in found if value is not None), default=None)
+
+    return replace(plan, drift_headroom=least(drift_headroom), rate_headroom=least(rate_headroom))
+
+
+def drift_headroom(problem: Problem, schedule: Schedule) -> float | None:
+    """The share by which output lengths may rise, all in proportion, before a bound breaks.
+
+    None without a finite bound; never more than 400 %.
+    """
+    if math.isinf(problem.limit):
+        return None
+    return _headroom(lambda rise: replace(problem, workload=problem.workload.scale(1.0 + rise)).keeps(schedule))
+
+
+def rate_headroom(problem: Problem, schedule: Schedule) -> float | None:
+    """The share by which the arrival rate may rise before a bound breaks or the queue grows without end.
+
+    None for a backlog; never more than 400 %.
+    """
+    arrivals = problem.arrivals
+    if arrivals is None:
+        return None
+
+    def keeps(rise: float) -> bool:
+        faster = replace(arrivals, rate=arrivals.rate * (1.0 + rise))
+        return replace(problem, arrivals=faster).keeps(schedule)
+
+    return _headroom(keeps)
+
+
+def _as_replayed(problem: Problem, schedule: Schedule, replayed: Estimate | None) -> Problem:
+    """The problem with bounds that the closed form uses as far as the replay uses those asked for."""
+    if problem.arrivals is None or not problem.arrivals.of_trace or replayed is None:
+        return problem
+    pairs = zip(values_of(problem.bounds, problem.estimate(schedule)), values_of(problem.bounds, replayed), strict=True)
+    return problem.held_to(scaled(problem.bounds, [one / two if one and two else 1.0 for one, two in pairs]))
+
+
+def _headroom(keeps: Callable[[float], bool]) -> float:
+    """The last kept step up to the limit; headroom is mostly small, so small steps come first."""
+    low, high = 0, 1
+    while high <= _STEPS and keeps(_LIMIT * high / _STEPS):
+        low, high = high, 2 * high
+    while high - low > 1 and low < _STEPS:
+        middle = (low + high) // 2
+        low, high = (middle, high) if keeps(_LIMIT * middle / _STEPS) else (low, middle)
+    return _LIMIT * low / _STEPS

@@ -21,7 +21,7 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
 from exeplan.core.cluster import Cluster
-from exeplan.core.handover import num_receivers, pieces
+from exeplan.core.handover import num_pieces, num_receivers
 from exeplan.core.models.layer_costs import handover_bytes_per_token, num_all_reduces
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement, Sharding
@@ -139,25 +139,30 @@ class CostModel(PlacementTimings):
         if self.spec.is_encoder_decoder:
             return self._num_encoded_sends() * float(send(self._bytes_per_token * num_tokens))
         late = later = 0.0
+        found: dict[tuple[SumsOver, int], tuple[float, float]] = {}
         for number in reversed(self.servers["prefill"][0]):
             kind = self.kinds[number]
-            layer = self._layer_seconds(kind.sums, num_tokens, 0.0)[0]
-            late = max(late, self._sent_late(number, num_tokens, layer, send) - later)
-            later += kind.layers * layer
+            alike = kind.sums, kind.layers
+            if alike not in found:
+                layer = self._layer_seconds(kind.sums, num_tokens, 0.0)[0]
+                width = kind.size.tensor_parallel_size
+                found[alike] = kind.layers * layer, self._sent_late(kind.layers, width, num_tokens, layer, send)
+            took, after = found[alike]
+            late = max(late, after - later)
+            later += took
         return late
 
     def _sent_late(
-        self, number: int, num_tokens: float, layer_seconds: float, send: Callable[[float], Floats]
+        self, num_layers: int, width: int, num_tokens: float, layer_seconds: float, send: Callable[[float], Floats]
     ) -> float:
-        """Seconds after a stage's pass until a device has sent its last piece."""
-        stage, dtype, shares = self.placement[number], self.profile.dtype, self.spec.num_kv_shares
-        width = stage.tensor_parallel_size
-        layer_bytes = num_tokens * handover_bytes_per_token(self.spec, dtype) / min(width, shares)
-        parts = pieces(stage.layers, layer_bytes)
-        layers = (stage.layers[1] - stage.layers[0]) / len(parts)
+        """Seconds from the end of a stage of so many layers until its `width` devices have sent their last pieces."""
+        shares = self.spec.num_kv_shares
+        layer_bytes = num_tokens * handover_bytes_per_token(self.spec, self.profile.dtype) / min(width, shares)
+        parts = num_pieces(num_layers, layer_bytes)
+        layers = num_layers / parts
         receivers = max(self.placement[decoding].tensor_parallel_size for decoding in self.decode_stages)
         piece = num_receivers(shares, width, receivers) * float(send(layers * layer_bytes))
-        return piece + (len(parts) - 1) * max(piece - layers * layer_seconds, 0.0)
+        return piece + (parts - 1) * max(piece - layers * layer_seconds, 0.0)
 
     def _num_encoded_sends(self) -> int:
         """How often a device that has the encoder's output sends it: it has so many receivers."""

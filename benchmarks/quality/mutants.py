@@ -248,8 +248,8 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/cost.py",
-        "handover_bytes_per_token(self.spec, dtype) / min(width, shares)",
-        "handover_bytes_per_token(self.spec, dtype)",
+        "handover_bytes_per_token(self.spec, self.profile.dtype) / min(width, shares)",
+        "handover_bytes_per_token(self.spec, self.profile.dtype)",
         "the cost of a KV transfer not divided among devices",
         (COMMUNICATION,),
     ),

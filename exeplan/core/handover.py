@@ -11,10 +11,15 @@ PIECE_BYTES = 1 << 20
 """A worker sends no smaller piece, unless there is nothing more to send."""
 
 
+def num_pieces(num_layers: int, layer_bytes: float) -> int:
+    """In how many pieces so many layers are sent, at least one layer each."""
+    return max(1, min(num_layers, int(num_layers * layer_bytes / PIECE_BYTES)))
+
+
 def pieces(layers: tuple[int, int], layer_bytes: float) -> list[tuple[int, int]]:
     """The layers of a stage by piece, of nearly equal size, where one worker's share of a layer has so many bytes."""
     first, last = layers
-    count = max(1, min(last - first, int((last - first) * layer_bytes / PIECE_BYTES)))
+    count = num_pieces(last - first, layer_bytes)
     return list(pairwise(first + (last - first) * number // count for number in range(count + 1)))
 
 

@@ -30,8 +30,8 @@ from exeplan.core.cluster import Cluster, load_cluster
 from exeplan.core.models.model import ModelSpec, load_model_spec
 from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.errors import Infeasible, InputError
+from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.optimize import optimize, resolve_policies
-from exeplan.planner.choice.pipelines import Optimum
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.problems.ranking import behind
 from exeplan.planner.problems.replays import replay_estimate

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from exeplan.core.models.model import ModelSpec
     from exeplan.core.plan import Plan
     from exeplan.core.profile import Profile
-    from exeplan.planner.choice.pipelines import Optimum
+    from exeplan.planner.choice.answers import Optimum
     from exeplan.planner.reports.explain import Explanation
     from exeplan.planner.sizing import Tried
     from exeplan.progress import Told

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from exeplan.core.cluster import Cluster
 from exeplan.core.plan import Plan
 from exeplan.errors import Infeasible
-from exeplan.planner.choice.pipelines import Optimum
+from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.search_space import variants
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.reports.explain import larger

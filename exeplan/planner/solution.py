@@ -14,9 +14,10 @@ from exeplan.core.plan import Plan, save_plan
 from exeplan.errors import Infeasible
 from exeplan.extras import frame
 from exeplan.figures import axes_or_new
+from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.candidates import Known
 from exeplan.planner.choice.optimize import optimize, with_frontier
-from exeplan.planner.choice.pipelines import Effort, Optimum
+from exeplan.planner.choice.pipelines import Effort
 from exeplan.planner.load_problem import with_relative_references
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problems.problem import Problem

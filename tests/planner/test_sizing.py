@@ -13,7 +13,7 @@ from exeplan.core.cluster import Cluster, Link, load_cluster
 from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible
 from exeplan.planner.choice import seeded_replays
-from exeplan.planner.choice.pipelines import Optimum
+from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.problems.replays import routed_estimate
 from exeplan.planner.sizing import Tried, fewest_gpus, never_worse, sizes, sizes_table, tried_size
 from exeplan.planner.solution import Solution

@@ -21,8 +21,9 @@ from exeplan.core.bounds import values_of
 from exeplan.core.cluster import Cluster
 from exeplan.core.plan import as_json as plan_json
 from exeplan.core.plan import schedule_json
+from exeplan.planner.choice.answers import Optimum, last_resort, refuse_rate, solved, tell, unreplayed
 from exeplan.planner.choice.candidates import Candidate, Known, candidate, capacity, sustained
-from exeplan.planner.choice.pipelines import Effort, Optimum, Pipelines
+from exeplan.planner.choice.pipelines import Effort, Pipelines
 from exeplan.planner.choice.search_space import pareto
 from exeplan.planner.margins.margins import Risk
 from exeplan.planner.problems.problem import Problem
@@ -65,14 +66,14 @@ def optimize(
         )
         pipelines.replay(next_one)
     if division and pipelines.throughput(division) >= problem.min_throughput:
-        for key in pipelines.unreplayed():
+        for key in unreplayed(pipelines):
             number += 1
             told(f"replay {number} ({key[1]})", 1 - (1 - _SEARCHED) / number)
-            pipelines.tell(key)
-        return pipelines.optimum(division)
+            tell(pipelines, key)
+        return solved(pipelines, division)
     if problem.required:
-        pipelines.refuse_rate(advise=advise)
-    return pipelines.last_resort()
+        refuse_rate(pipelines, advise=advise)
+    return last_resort(pipelines)
 
 
 def with_frontier(problem: Problem, one: Candidate, *, num_bounds: int = 24) -> Result:

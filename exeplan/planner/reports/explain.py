@@ -18,9 +18,9 @@ from exeplan.core.cluster import Cluster
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
+from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.candidates import capacity
 from exeplan.planner.choice.infeasible import meaning
-from exeplan.planner.choice.pipelines import Optimum
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replays import replay_estimate
 from exeplan.planner.reports.placement_text import show_equal

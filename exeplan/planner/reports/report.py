@@ -11,8 +11,8 @@ from exeplan.core.models.uneven_routing import busiest_load, busiest_part, routi
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Schedule, num_devices
+from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.candidates import Candidate
-from exeplan.planner.choice.pipelines import Optimum
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import CONFIDENCE, FAR, certain, half_interval
 from exeplan.planner.problems.replays import FullBatches, traced

@@ -12,8 +12,8 @@ from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
 from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible, InputError
+from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.optimize import optimize, resolve_policies, with_frontier
-from exeplan.planner.choice.pipelines import Optimum
 from exeplan.planner.problems.headroom import drift_headroom
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.problems.replays import kv_cache_tokens, replay_estimate

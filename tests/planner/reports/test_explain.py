@@ -15,8 +15,8 @@ from exeplan.cli import main
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, Link
 from exeplan.core.profile import Profile, save_profile
+from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.optimize import optimize
-from exeplan.planner.choice.pipelines import Optimum
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.reports.explain import NO_GAIN, Explanation, WhatIf, explain, larger, throughput
 from exeplan.planner.reports.explain_text import as_json, explanation_lines

@@ -12,7 +12,7 @@ lengths, c their coefficient of variation (Lee and Longton 1959).
     in service  a request shares the engine with n - 1 others for a part of its life proportional to n P(n), so its time
                 is the harmonic mean of the times at constant n under these weights
     arriving    it meets n others with probability P(n); with n = 0 there is no wait for an admission
-    interval    passes are not equally long, and most requests come during long ones: half of E[t^2] / E[t] is left
+    passes      what a request meets of them, by the prompts that came before it, is drawn (`chained_passes.py`)
     sharing     replicas that share a stream by the shortest queue hold alike many: n of them are one chain of n times
                 the sizes and throughputs, and a request joins a replica of the fewest
 
@@ -27,10 +27,9 @@ Drawn: where the lengths that wait decide the next batch, a policy serves a few 
 
 More even arrivals than a Poisson stream, gaps with a squared coefficient of variation c below 1 as those of every n-th
 request of one, spread n (c + s) / (1 + s) times as much, s that of the output lengths: right without a limit on the
-batch for lengths all alike or exponential, and for processor sharing close to its capacity. Not here: that even gaps
-put fewer prompts into one pass (mean ttft is up to a quarter lower behind a round-robin router); bursts, as a trace has
-them: laws of single gaps were 29 % short and 189 % long in mean ttft, so that a trace is replayed. A plan counts if its
-replay with arrivals keeps the bounds, too.
+batch for lengths all alike or exponential, and for processor sharing close to its capacity. Not here: bursts,
+as a trace has them: laws of single gaps were 29 % short and 189 % long in mean ttft, so that a trace is replayed. A plan
+counts if its replay with arrivals keeps the bounds, too.
 """
 
 from collections.abc import Sequence
@@ -66,8 +65,6 @@ from exeplan.workload.length_law import Ints
 _ALIKE = np.ones(1)
 _LEAST_SPREAD = 0.02
 """Even where neither gaps nor lengths vary."""
-_WAIT_POINTS = 9
-"""Points at which the wait for an admission is spread."""
 _STATES = 64
 """Shares of the numbers that an arriving request meets, the largest ones in small shares: percentiles lie there."""
 _HELD = 6
@@ -240,7 +237,7 @@ def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel
     aboard /= aboard.sum()
     waiting = _weights(served, sizes)[:, 1:] @ chance[1:]
     free = float(chance[number < sizes[-1]].sum())
-    passes = [met_passes(point, cost, arrivals, free) for point in points]
+    passes = met_passes(points, cost, arrivals, free)
     intervals = np.array([each.interval for each in passes])
     queue = longer * float((number - served) @ chance) / arrivals.rate
     mix = _Mix(
@@ -287,13 +284,12 @@ def _met_in_slots(
     which = np.searchsorted(np.cumsum(aboard), state).clip(max=len(aboard) - 1)
     queued = np.interp(state, np.append(0.0, np.cumsum(chance)), np.append(0.0, ahead))
     queued *= queue / max(float(shares @ queued), 1e-300)
-    moment = np.maximum((np.arange(_WAIT_POINTS) + 0.5) / _WAIT_POINTS - (1 - busy), 0.0) / max(busy, 1e-12)
     kinds, waits, weights = [], [], []
     for number, queued_here, share in zip(which.tolist(), queued.tolist(), shares.tolist(), strict=True):
         found = passes[number]
-        waits.append((queued_here + np.multiply.outer(found.spread, moment) * found.interval).ravel())
+        waits.append(queued_here + np.append(0.0, found.waits))
         kinds.append(np.full(waits[-1].size, number))
-        weights.append(np.full(waits[-1].size, share / waits[-1].size))
+        weights.append(share * np.append(1 - busy, busy * found.shares))
     return Met(which=np.concatenate(kinds), waits=np.concatenate(waits), weights=np.concatenate(weights))
 
 

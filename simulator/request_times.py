@@ -12,6 +12,7 @@ The sample is the same for all schedules, so that a search compares like with li
 first cycles of a request, queues behind bursts; the replay has the last word.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,14 +26,16 @@ from exeplan.core.runs.request_times import RequestTimes
 from exeplan.core.schedule import Estimate
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Clock, Cycle
+from exeplan.simulator.chained_passes import PROMPTS, Chained, chained
 from exeplan.simulator.closed_form import SteadyState
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.length_law import Ints
 from exeplan.workload.workload import Workload
 
 _SAMPLE = 2048
-_NORMAL = np.array([-1.38, -0.67, -0.21, 0.21, 0.67, 1.38])
-"""Quantiles of a normal distribution in the middle of as many slices."""
+_EVENLY = (np.arange(9) + 0.5) / 9
+"""Moments between two passes."""
+_EVEN_SHARES = np.full(len(_EVENLY), 1 / len(_EVENLY))
 _MOST_PREFILL = 0.95
 """Share of the time that prompts take; with more, slots fill up."""
 
@@ -110,29 +113,29 @@ def times_at_rate(points: Sequence[SteadyState], clock: Clock, met: Met) -> Requ
     """Of a mix of steady states."""
     sample = draws(points[0].workload)
     which, waits = met.drawn(sample.state)
-    return _times(points, clock, which, waits, sample)
+    return _times(points, clock, which, waits, sample, at_rate=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetPasses:
-    """The passes of slots that are not full, as requests meet them that come at a rate.
+    """The passes of slots that are not full, as requests meet them that come at a rate (`chained_passes.py`).
 
-    More come in a long pass, and their prompts make the next one long: with c seconds a prompt, f = rate c, a pass of
-    mean g has the variance rate g E[c^2] / (1 - f^2); a request waits for half of g + variance / g, its first pass
-    holds the others that came in that time, and the passes behind are longer by f, f^2, ... of what this one is.
-    Prompts that a limit on tokens cuts count by their parts, and no pass is longer than the limit makes it.
+    With f the share of the time that prompts take, the passes behind a request's first one are longer by f, f^2, ... of
+    what others' prompts make this one longer.
     """
 
     interval: float
-    """Seconds of the pass during which a request comes."""
+    """Twice the mean seconds until the pass of a request begins."""
     more: float
     """Seconds by which its first token is later than under a backlog."""
     after: float
     """Seconds by which the passes behind its first one are longer, in all."""
     share: float
     """f"""
-    spread: Floats
-    """Equally likely lengths of the pass over their mean, as those meet them that come meanwhile."""
+    waits: Floats
+    """[points] Seconds until its pass begins, and those by which that is longer than in the mean."""
+    shares: Floats
+    """[points] How likely each is."""
 
     def of(self, point: SteadyState) -> SteadyState:
         """The steady state with these passes."""
@@ -146,43 +149,48 @@ class MetPasses:
         return replace(point, steady=replace(steady, latency=later, first=longer, admission_interval=self.interval))
 
 
-def met_passes(point: SteadyState, clock: Clock, arrivals: Arrivals, free: float) -> MetPasses:
-    """At this batch, with a free slot so often; without one, or without prefills among the decodes, passes are as under
-    a backlog."""
+def met_passes(points: Sequence[SteadyState], clock: Clock, arrivals: Arrivals, free: float) -> list[MetPasses]:
+    """At each of these batches, the last one full, with a free slot so often.
+
+    Without one, or without prefills among the decodes, passes are as under a backlog.
+    """
+    if not _mixed(points[-1]):
+        return [_as_under_backlog(point) for point in points]
+    limits = [load_policy(point.schedule.policy).pass_limits(point.schedule).tokens for point in points]
+    groups = np.array([point.schedule.num_micro_batches for point in points])
+    rows = [point.cycle.num_seqs / count for point, count in zip(points, groups, strict=True)]
+    found = chained(
+        rate=arrivals.rate,
+        seconds=np.array([_stage_seconds(point, clock) for point in points]),
+        law=points[0].workload.input_law,
+        stages=len(clock.prefill_stages),
+        groups=groups,
+        room=np.array([math.inf if most is None else max(most - n, 1.0) for most, n in zip(limits, rows, strict=True)]),
+        variability=arrivals.variability,
+    )
+    return [_met(point, clock, arrivals, free, one) for point, one in zip(points, found, strict=True)]
+
+
+def _as_under_backlog(point: SteadyState) -> MetPasses:
+    gap = point.admission_interval
+    return MetPasses(interval=gap, more=0.0, after=0.0, share=0.0, waits=gap * _EVENLY, shares=_EVEN_SHARES)
+
+
+def _met(point: SteadyState, clock: Clock, arrivals: Arrivals, free: float, found: Chained) -> MetPasses:
     gap, rate = point.admission_interval, arrivals.rate
-    if not _mixed(point):
-        return MetPasses(interval=gap, more=0.0, after=0.0, share=0.0, spread=np.ones(1))
-    groups, law = point.schedule.num_micro_batches, point.workload.input_law
-    through = one_prompt(point, clock)
-    one = max(one_prompt(point, clock, slowest=True), through / groups)
-    tokens, limit = law.tokens.astype(float), load_policy(point.schedule.policy).pass_limits(point.schedule).tokens
-    room = float(tokens[-1]) if limit is None else max(limit - point.cycle.num_seqs / groups, 1.0)
-    whole = np.floor(tokens / room)
-    squares = float(law.weights @ (whole * room**2 + (tokens - whole * room) ** 2)) / law.mean**2
-    share, come = min(rate * one, _MOST_PREFILL), rate * gap
-    fewer = (1 - arrivals.variability) * come / (come + 2)
-    interval = gap + rate * one**2 * max(squares - fewer, 0.0) / (1 - share**2)
-    others = rate * (interval - gap) - fewer
-    if limit is not None:
-        interval = min(interval, gap + one * room / law.mean)
-        others = min(others, room / law.mean)
+    seconds = _prompts_seconds(point, clock)
+    each = np.maximum(seconds[:, 1] - seconds[:, 0], 0.0)
+    one = float(max(each.max(), each.sum() / point.schedule.num_micro_batches))
+    share, others = min(rate * one, _MOST_PREFILL), max(2 * rate * found.wait - rate * gap, 0.0)
+    evenly = np.cumsum(found.shares) - found.shares / 2
     return MetPasses(
-        interval=gap + free * (interval - gap),
-        more=free * through * others,
+        interval=gap + free * (2 * found.wait - gap),
+        more=free * (found.first - point.ttft),
         after=free * share / (1 - share) * one * (1 + others),
         share=share,
-        spread=_met_lengths((interval - gap) / gap),
+        waits=free * found.both + (1 - free) * gap * evenly,
+        shares=found.shares,
     )
-
-
-def _met_lengths(variation: float) -> Floats:
-    """Equally likely values, of mean 1, of a gamma law with this squared coefficient of variation as it is met: each in
-    proportion to its length (Wilson and Hilferty's quantiles)."""
-    if variation <= 0.0:
-        return np.ones(1)
-    shape = 1 + 1 / variation
-    values = np.maximum(1 - 1 / (9 * shape) + _NORMAL / (3 * np.sqrt(shape)), 0.0) ** 3
-    return np.asarray(values / values.mean())
 
 
 def prompt_variance(point: SteadyState, clock: Clock, prompts: float, *, slowest: bool = False) -> float:
@@ -204,15 +212,22 @@ def with_bounds(estimate: Estimate, times: RequestTimes, bounds: Sequence[Bound]
 
 
 def _times(
-    points: Sequence[SteadyState], clock: Clock, which: np.ndarray, waits: Floats, sample: Draws
+    points: Sequence[SteadyState],
+    clock: Clock,
+    which: np.ndarray,
+    waits: Floats,
+    sample: Draws,
+    *,
+    at_rate: bool = False,
 ) -> RequestTimes:
+    """At a rate the waits have what other prompts make of a request's first pass."""
     ttft, tpot, latency, length = (np.zeros(_SAMPLE) for _ in range(4))
     planned = float(points[0].workload.output_quantile(0.99))
     for number in np.unique(which):
         here = which == number
         point, inputs, outputs = points[number], sample.inputs[here], sample.outputs[here]
         one = one_prompt(point, clock)
-        first = _first(point, one, inputs, sample.other[here])
+        first = _first(point, one, inputs, sample.other[here], others=not at_rate)
         mean = (point.latency(outputs) - point.ttft) / np.maximum(outputs - 1, 1)
         pace = _pace(point, one, mean, outputs - 1, sample.met[here])
         ttft[here], tpot[here] = first + waits[here], np.where(outputs > 1, pace, 0.0)
@@ -223,7 +238,7 @@ def _times(
     )
 
 
-def _first(point: SteadyState, one: float, inputs: Floats, other: Floats) -> Floats:
+def _first(point: SteadyState, one: float, inputs: Floats, other: Floats, *, others: bool) -> Floats:
     """Seconds to the first token, the wait apart: never less than a hundredth of the mean."""
     if point.steady.first is not None:
         return np.asarray(point.steady.first(inputs, other))
@@ -237,7 +252,7 @@ def _first(point: SteadyState, one: float, inputs: Floats, other: Floats) -> Flo
         if (percent := point.schedule.variables.get("adjust_percent")) is not None:
             most = percent / 100 * prompts
             more = np.maximum(np.clip(more, -most, most), one * inputs / point.workload.mean_input - prompts)
-    if _mixed(point):
+    if others and _mixed(point):
         expected = point.throughput * point.admission_interval / _widening(point)
         more = more + one * _widening(point) * (_number(other, expected) - expected)
     return np.maximum(point.ttft + more, 0.01 * point.ttft)
@@ -273,6 +288,23 @@ def one_prompt(point: SteadyState, clock: Clock, *, slowest: bool = False) -> fl
     """Seconds that one prompt more takes on the stages that prefill, or on the slowest of them."""
     seconds = _prompts_seconds(point, clock)
     return float(max((seconds[:, 1] - seconds[:, 0]).max() if slowest else (seconds[:, 1] - seconds[:, 0]).sum(), 0.0))
+
+
+def _stage_seconds(point: SteadyState, clock: Clock) -> tuple[float, ...]:
+    """Of the slowest stage: a pass of the rows that decode, with each of `PROMPTS` beside them."""
+    cycle, count = point.cycle, PROMPTS
+    rows = cycle.num_seqs / point.schedule.num_micro_batches
+    context = rows * float(cycle.context_tokens.sum() / cycle.num_decode.sum())
+    passes = replace(
+        cycle,
+        num_prefill=count,
+        num_decode=rows + 0 * count,
+        context_tokens=context + 0 * count,
+        prompt_tokens=None,
+        prompt_attention=None,
+        prompt_law=point.workload.input_law,
+    )
+    return tuple(clock.seconds(passes).max(axis=0).tolist())
 
 
 def _prompts_seconds(point: SteadyState, clock: Clock) -> Floats:

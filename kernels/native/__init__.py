@@ -47,6 +47,8 @@ _TRIAL, _TRIAL_ROWS, _TRIALS = (512, 1024), 32, 7
 _MOST_INPUTS = 1 << 16
 """Of a group: 255 * 127 of each fit 32 bits."""
 _MOST_DIGITS = 3
+_FEW_DIGITS = 4
+"""Of all rows, for which tiles do not pay: LOG.md, 2026-11-26."""
 
 
 @functools.cache
@@ -324,7 +326,8 @@ def linear_integers(
     x_NI: Tensor, weight: PackedIntegers, bias_O: Tensor | None, *, digits: int, way: str = PAIRS
 ) -> Tensor:
     """`x @ weight.T + bias`, `[N, O]`, with rows in float32 or bfloat16, rounded to as many digits of 8 bits (three at
-    most, `int8_linear.digits`), in one of `ways_of_integers`, tiles where they fit; `bias` in float32."""
+    most, `int8_linear.digits`), in one of `ways_of_integers`, in tiles only where they fit and pay; `bias` in float32.
+    """
     rows, inputs = x_NI.shape
     if type(x_NI) is not Tensor:  # A traced one has no memory.
         return F.linear(x_NI.float(), unpack_integers(weight), bias_O).to(x_NI.dtype)
@@ -340,7 +343,7 @@ def linear_integers(
     assert inputs == weight.inputs
     assert 1 <= digits <= _MOST_DIGITS
     found.linear_integers(
-        way == TILES and fits_tiles(inputs, groups),
+        way == TILES and rows * digits > _FEW_DIGITS and fits_tiles(inputs, groups),
         num_threads(),
         x_NI.dtype == torch.bfloat16,
         weight.bits,

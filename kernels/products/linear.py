@@ -4,7 +4,7 @@ Letters: N rows (tokens), I inputs, O outputs.
 
 The packed copy replaces the plain one. The compiled kernels (`native`) multiply it in float32, and in bfloat16 in the
 way that is the fastest on this processor; without them oneDNN multiplies float32, where one to three rows cost more
-than four, so they are padded to four. LOG.md (2026-11-25 and -27) has what each was measured at. Other devices and
+than four, so they are padded to four. LOG.md (2026-11-25 and -26) has what each was measured at. Other devices and
 dtypes take torch's own product. Not here: quantised weights.
 """
 

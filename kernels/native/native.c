@@ -138,29 +138,29 @@ static int parse(PyObject *const *args, Py_ssize_t given, long long *into, Py_ss
     return 0;
 }
 
+/* Rows of that many bytes that a cache of 1 MiB holds, in whole blocks of every kernel: 96 at least, ROWS at most. */
+static long most_rows(long bytes) {
+    long fit = (1 << 20) / bytes / 96 * 96;
+    return fit < 96 ? 96 : fit < ROWS ? fit : ROWS;
+}
+
 /* linear(width, threads, x, x_stride, weight, bias, y, scratch, rows, inputs, outputs, add) */
 static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     long long a[12];
     if (parse(args, given, a, 12)) return NULL;
-    long rows = a[8], inputs = a[9], outputs = a[10], panel = 2 * a[0];
+    long rows = a[8], inputs = a[9], outputs = a[10], panel = 2 * a[0], most = most_rows(4 * inputs);
     float *x = (float *)a[2], *y = (float *)a[6], *copy = (float *)a[7];
     struct product in = {.x = copy, .x_stride = inputs + PADDING, .w = (float *)a[4], .bias = (float *)a[5],
                          .inputs = inputs, .outputs = outputs, .add = (int)a[11]};
     Py_BEGIN_ALLOW_THREADS;
-    for (long row = 0; row < rows; row += ROWS) {
-        in.rows = rows - row < ROWS ? rows - row : ROWS;
+    for (long row = 0; row < rows; row += most) {
+        in.rows = rows - row < most ? rows - row : most;
         in.y = y + row * outputs;
         for (long i = 0; i < in.rows; i++) memcpy(copy + i * in.x_stride, x + (row + i) * a[3], inputs * 4);
         spread(a[0] == 16 ? panels_avx512 : panels_avx2, &in, (outputs + panel - 1) / panel, a[1]);
     }
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
-}
-
-/* Rows of that many inputs that a cache of 1 MiB holds in tiles. */
-static long most_rows(long inputs) {
-    long fit = (1 << 20) / (2 * inputs) / WIDE * WIDE;
-    return fit < 2 * WIDE ? 2 * WIDE : fit < ROWS ? fit : ROWS;
 }
 
 /* linear_halves(way, width, threads, x, x_stride, weight, bias, y, scratch, rows, inputs, outputs) */
@@ -170,8 +170,8 @@ static PyObject *linear_halves(PyObject *self, PyObject *const *args, Py_ssize_t
     struct halves in = {.x_stride = a[4], .w = (uint16_t *)a[5], .bias = (float *)a[6], .copy = (void *)a[8],
                         .pairs = a[10] / 2, .outputs = a[11]};
     long rows = a[9], panels = (in.outputs + WIDE - 1) / WIDE, most = rows;
-    if (a[0] == FLOATS) most = ROWS;
-    if (a[0] == TILES) most = most_rows(a[10]);
+    if (a[0] == FLOATS) most = most_rows(4 * a[10]);
+    if (a[0] == TILES) most = most_rows(2 * a[10]);
     Py_BEGIN_ALLOW_THREADS;
     for (long row = 0; row < rows; row += most) {
         in.rows = rows - row < most ? rows - row : most;

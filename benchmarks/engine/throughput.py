@@ -8,9 +8,10 @@ hidden 512, 8 heads), one of 200 million with grouped heads (12 layers, hidden 1
 W1: 32 requests of 128 in / 128 out. W2: 64 requests of 16-240 in / 16-240 out, uniform. Each engine runs in its
 own process, and the engines alternate within a repeat; the median is reported. `generate` pads on the left and runs
 until the longest output, CTranslate2 takes requests of similar outputs together; only requested tokens count.
-OpenVINO GenAI, CTranslate2 and vLLM run in environments of their own; those that the folder lacks are left out, and one
-that fails has no figure, which a sentence says. Writes records/engine-throughput.json, for other shapes than the first
-with the shape in its name.
+Transformers' continuous batching, OpenVINO GenAI, CTranslate2 and vLLM run in environments of their own; those that the
+folder lacks are left out. A run that fails has no figure. A sentence on each says so, with the reason, when it happens,
+below the table and in the record. Writes records/engine-throughput.json, for other shapes than the first with the shape
+in its name.
 """
 
 import argparse
@@ -26,13 +27,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.engine.throughput_peers import run_ctranslate2, run_openvino, run_vllm
+from benchmarks.engine.throughput_peers import run_continuous, run_ctranslate2, run_openvino, run_vllm
 
 VOCABULARY = 32_000
 WORKLOADS = ("W1", "W2")
-PEERS = {"openvino": run_openvino, "ctranslate2": run_ctranslate2, "vllm": run_vllm}
+PEERS = {"continuous": run_continuous, "openvino": run_openvino, "ctranslate2": run_ctranslate2, "vllm": run_vllm}
 """In environments of their own."""
-DECODERS = ("exeplan", "generate", "continuous", *PEERS)
+DECODERS = ("exeplan", "generate", *PEERS)
 SHAPES = {
     "llama-50m": DECODERS,
     "llama-200m": DECODERS,
@@ -128,35 +129,7 @@ def run_generate(folder: str, work: list[tuple[list[int], int]]) -> tuple[float,
     return seconds, [row[first : first + o].tolist() for row, (_, o) in zip(out, work, strict=True)]
 
 
-def run_continuous(folder: str, work: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
-    import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=240)
-    manager = model.init_continuous_batching(generation_config=config)
-    manager.start()
-    _collect(manager, [manager.add_request(work[0][0][:16], max_new_tokens=4)])
-    began = time.process_time()
-    names = [manager.add_request(prompt, max_new_tokens=output) for prompt, output in work]
-    found = _collect(manager, names)
-    seconds = time.process_time() - began
-    manager.stop(block=True)
-    return seconds, [found[name] for name in names]
-
-
-def _collect(manager, names: list[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    while len(found) < len(names):
-        result = manager.get_result(timeout=5)
-        if result is None and not manager.is_running():
-            raise RuntimeError("transformers' continuous batching stopped")
-        if result is not None and result.is_finished():
-            found[result.request_id] = list(result.generated_tokens)
-    return found
-
-
-OURS = {"exeplan": run_exeplan, "generate": run_generate, "continuous": run_continuous}
+OURS = {"exeplan": run_exeplan, "generate": run_generate}
 
 
 def child(engine: str, folder: str, workload: str) -> None:
@@ -185,7 +158,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         return child(*args.child)
-    pythons = _pythons([e for e in args.engines or SHAPES[args.shape] if e in SHAPES[args.shape]], args.peers)
+    pythons, missing = _pythons([e for e in args.engines or SHAPES[args.shape] if e in SHAPES[args.shape]], args.peers)
+    print(*missing, sep="\n", end="\n" if missing else "", flush=True)
     rates: dict[str, dict[str, list[float]]] = {w: {e: [] for e in pythons} for w in args.workloads}
     tokens: dict[tuple[str, str], list[list[int]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -196,26 +170,28 @@ def main() -> None:
                     try:
                         answer = _measure(engine, python, folder, workload)
                     except PeerError as error:
-                        print(f"{repeat + 1}/{args.repeats} {workload} {engine} failed: {error}", flush=True)
+                        missing.append(f"{engine} failed in run {repeat + 1} of {args.repeats} of {workload}: {error}")
+                        print(missing[-1], flush=True)
                         continue
                     rates[workload][engine].append(answer["rate"])
                     tokens[workload, engine] = answer["tokens"]
                     print(
                         f"{repeat + 1}/{args.repeats} {workload} {engine}: {answer['rate']:.0f} tok/CPU-s", flush=True
                     )
-    _report(args.shape, rates, tokens)
+    _report(args.shape, rates, tokens, missing)
 
 
-def _pythons(engines: list[str], peers: Path | None) -> dict[str, str]:
-    """The interpreter of each engine; engines without one are left out."""
-    found = {}
+def _pythons(engines: list[str], peers: Path | None) -> tuple[dict[str, str], list[str]]:
+    """The interpreter of each engine, and a sentence on each that is left out as it has none."""
+    found, missing = {}, []
     for engine in engines:
         python = Path(sys.executable) if engine in OURS else (peers or Path()) / engine / "bin" / "python"
         if engine in PEERS and (peers is None or not python.exists()):
-            print(f"{engine} is left out: no environment; benchmarks/engine/install_peers.sh FOLDER {engine} makes one")
+            makes = f"benchmarks/engine/install_peers.sh FOLDER {engine} makes one"
+            missing.append(f"{engine} is left out: no environment; {makes}")
         else:
             found[engine] = str(python)
-    return found
+    return found, missing
 
 
 class PeerError(Exception):
@@ -242,7 +218,10 @@ def _measure(engine: str, python: str, folder: str, workload: str) -> dict[str, 
 
 
 def _report(
-    shape: str, rates: dict[str, dict[str, list[float]]], tokens: dict[tuple[str, str], list[list[int]]]
+    shape: str,
+    rates: dict[str, dict[str, list[float]]],
+    tokens: dict[tuple[str, str], list[list[int]]],
+    missing: list[str],
 ) -> None:
     from benchmarks.lib.record import write_record
     from exeplan.planner.reports.tables import table
@@ -262,7 +241,8 @@ def _report(
     print()
     print(table(("", "tok/CPU-s", "spread", "exeplan is x times", "same tokens"), rows))
     suffix = "" if shape == "llama-50m" else f"-{shape}"
-    body = {"shape": shape, "rates": rates, "rows": rows}
+    print(*missing, sep="\n", end="\n" if missing else "")
+    body = {"shape": shape, "rates": rates, "rows": rows, "missing": missing}
     print(f"\nrecord: {write_record(f'engine-throughput{suffix}', body)}")
 
 

@@ -14,6 +14,39 @@ _TOGETHER = 32
 """Requests of a batch where an engine has no continuous batching: those of similar outputs."""
 
 
+def run_continuous(folder: str, work: Work) -> Found:
+    """Transformers' continuous batching, which may need psutil to know how much memory there is."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=240)
+    manager = model.init_continuous_batching(generation_config=config)
+    manager.start()
+    _collect(manager, [manager.add_request(work[0][0][:16], max_new_tokens=4)])
+    began = time.process_time()
+    names = [manager.add_request(prompt, max_new_tokens=output) for prompt, output in work]
+    found = _collect(manager, names)
+    seconds = time.process_time() - began
+    manager.stop(block=True)
+    return seconds, [found[name] for name in names]
+
+
+def _collect(manager: Any, names: list[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    while len(found) < len(names):
+        result = manager.get_result(timeout=5)
+        if result is None and not manager.is_running():
+            raise RuntimeError("transformers' continuous batching stopped")
+        if result is not None and result.error:  # Failed ones count as finished.
+            raise RuntimeError(f"transformers' continuous batching failed: {result.error}")
+        if result is not None and result.is_finished():
+            found[result.request_id] = list(result.generated_tokens)
+    return found
+
+
 def run_openvino(folder: str, work: Work) -> Found:
     """OpenVINO GenAI's continuous batching; weights, activations and cache in float32."""
     import numpy as np

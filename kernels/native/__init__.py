@@ -5,20 +5,25 @@ H query heads, K key/value heads, D head_dim, C context tokens, R rows of the ca
 
 A weight is packed into panels of outputs, which a product reads once, in order; what the next tile of rows by outputs
 reads is fetched while this one is multiplied. In float32 a panel is two vectors, `[O / P, I, P]`. In bfloat16, and in
-integers of 8 and 4 bits, which are decoded in registers, it is 32 outputs, in the order that the processor's dot
-products take (`narrow.h`). Decode attention reads every key and every value once for the query heads that share it, in
-any number up to four (two with AVX2). Bytes: those.
+integers of 8 and 4 bits, it is 32 outputs, in the order that the processor's dot products take (`narrow.h`). Of
+bfloat16 and of integers there are several ways to multiply the same panels, by what the processor has: that of AMX
+(`tiles.h`), that of AVX-512 BF16 or VNNI, and bfloat16 widened to float32. Which is the fastest is measured when the
+first weight is loaded, as what has an instruction is not always faster by it. Decode attention reads every key and
+every value once for the query heads that share it, in any number up to four (two with AVX2). Bytes: those.
 
 The module `_native` is built from C with the package (`pyproject.toml`), for AVX-512 and for AVX2 with FMA; integers
-need AVX-512 VNNI, bfloat16 needs AVX-512 BF16. Where it or what it needs is missing, torch's operations serve
-(`kernels/products`, `kernels/attention/plain.py`); `remarks` says so. Threads split panels, or sequences and heads: no
-bit of a result depends on how many there are.
+need AVX-512 VNNI. Where it or what it needs is missing, torch's operations serve (`kernels/products`,
+`kernels/attention/plain.py`); `remarks` says so. Threads split panels, or sequences and heads: no bit of a result
+depends on how many there are, nor on the other rows.
 """
 
 import functools
 import importlib
 import platform
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -30,9 +35,20 @@ _ROWS, _PADDING = 480, 16
 _MAX_HEADS = 4
 _PANEL = 32
 """Outputs of a panel of weights of 16, 8 and 4 bits."""
+_DEPTH = 32
+"""Inputs of a weight in bfloat16 are a multiple of it, a tile's."""
+_TILE_ROWS, _TILE_BYTES = 16, 64
+FLOATS, PAIRS, TILES = "as float32", "in pairs", "in tiles"
+"""Ways to multiply: bfloat16 as float32, what a lane adds up (two of bfloat16, four bytes), and in tiles (AMX)."""
+_WAYS = (FLOATS, PAIRS, TILES)
+"""As the C file counts them."""
+_TRIAL, _TRIAL_ROWS, _TRIALS = (512, 1024), 32, 7
+"""Outputs and inputs of the weight by which ways are compared, rows, and turns."""
 _MOST_INPUTS = 1 << 16
 """Of a group: 255 * 127 of each fit 32 bits."""
 _MOST_DIGITS = 3
+_FEW_DIGITS = 4
+"""Of all rows, for which tiles do not pay: LOG.md, 2026-11-26."""
 
 
 @functools.cache
@@ -63,13 +79,11 @@ def num_threads() -> int:
     return torch.get_num_threads()
 
 
-def remarks(device: torch.device, dtype: torch.dtype) -> list[str]:
+def remarks(device: torch.device) -> list[str]:
     """A sentence where torch's operations compute on a CPU what these kernels would on another build or processor."""
     if device.type != "cpu":
         return []
     missing = _missing(num_threads())
-    if not missing and dtype == torch.bfloat16 and width() and not multiplies_halves():
-        return ["products of bfloat16 are torch's: the compiled ones need a processor with AVX-512 BF16"]
     return [f"{missing}: torch's operations are used, slower"] if missing else []
 
 
@@ -89,12 +103,13 @@ def description() -> str:
     """What computes on this CPU, as profiles record it."""
     if not multiplies():
         return "torch"
-    more = [name for name, there in (("int8", multiplies_integers()), ("bfloat16", multiplies_halves())) if there]
-    return f"compiled, {width()} floats a vector" + "".join(f", {name}" for name in more)
+    integers = [f"int8 {fastest_for_integers()}"] if multiplies_integers() else []
+    parts = [f"{width()} floats a vector", *integers, f"bfloat16 {fastest_for_halves()}"]
+    return f"compiled, {', '.join(parts)}"
 
 
 def multiplies() -> bool:
-    """Whether the products of float32 weights that are packed now are these."""
+    """Whether the products of float32 and bfloat16 weights that are packed now are these."""
     return width() > 0 and (num_threads() == 1 or _shares_threads())
 
 
@@ -104,10 +119,51 @@ def multiplies_integers() -> bool:
     return bool(found and width() == 16 and found.integers()) and multiplies()
 
 
-def multiplies_halves() -> bool:
-    """Whether there are products of weights in bfloat16."""
+def ways_of_halves() -> list[str]:
+    """The ways in which this processor multiplies bfloat16, that of the fewest FLOP/s by its datasheet first."""
     found = module()
-    return bool(found and width() == 16 and found.halves()) and multiplies()
+    if not found or not width():
+        return []
+    return [FLOATS, *([PAIRS] if found.pairs() else []), *([TILES] if found.tiles() else [])]
+
+
+def ways_of_integers() -> list[str]:
+    """Likewise of weights of 8 and 4 bits; all have the same bits."""
+    found = module()
+    if not found or not found.integers():
+        return []
+    return [PAIRS, *([TILES] if found.tiles() else [])]
+
+
+@functools.cache
+def fastest_for_halves() -> str:
+    """The way that was the fastest here, measured once in a process: sums in another order have other bits."""
+    weight, x_NI = pack_halves(torch.ones(_TRIAL, dtype=torch.bfloat16)), torch.ones(_TRIAL_ROWS, _TRIAL[1])
+    half = x_NI.bfloat16()
+    return _fastest({way: partial(linear_halves, half, weight, None, _TRIAL[0], way=way) for way in ways_of_halves()})
+
+
+@functools.cache
+def fastest_for_integers() -> str:
+    """The way that was the fastest here for a weight of 8 bits, measured once in a process."""
+    of_output = torch.ones(_TRIAL[0], 1)
+    weight = pack_integers(torch.ones(_TRIAL, dtype=torch.uint8), of_output, of_output, 8)
+    x_NI = torch.ones(_TRIAL_ROWS, _TRIAL[1], dtype=torch.bfloat16)
+    ways = ways_of_integers()
+    return _fastest({way: partial(linear_integers, x_NI, weight, None, digits=2, way=way) for way in ways})
+
+
+def _fastest(products: Mapping[str, Callable[[], Tensor]]) -> str:
+    """The last whose shortest time of a few turns is at most a tenth above the shortest of all: two processes are to
+    choose the same where two ways take about as long."""
+    times: dict[str, list[float]] = {way: [] for way in products}
+    for _ in range(_TRIALS if len(products) > 1 else 0):
+        for way, product in products.items():
+            began = time.thread_time()
+            product()
+            times[way].append(time.thread_time() - began)
+    least = {way: min(found, default=0.0) for way, found in times.items()}
+    return [way for way in products if least[way] <= 1.1 * min(least.values())][-1]
 
 
 def attends(table_RD: Tensor) -> bool:
@@ -163,9 +219,9 @@ def linear(
 
 
 def pack_halves(weight_OI: Tensor) -> Tensor:
-    """`[O / 32, I / 2, 32, 2]` of a weight in bfloat16, padded with zeros to whole panels and pairs."""
+    """`[O / 32, I / 2, 32, 2]` of a weight in bfloat16, padded with zeros to whole panels and tiles."""
     outputs, inputs = weight_OI.shape
-    padded = F.pad(weight_OI, (0, inputs % 2, 0, -outputs % _PANEL))
+    padded = F.pad(weight_OI, (0, -inputs % _DEPTH, 0, -outputs % _PANEL))
     return padded.view(-1, _PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
@@ -174,29 +230,35 @@ def unpack_halves(weight: Tensor, outputs: int, inputs: int) -> Tensor:
     return weight.transpose(1, 2).reshape(len(weight) * _PANEL, -1)[:outputs, :inputs]
 
 
-def linear_halves(x_NI: Tensor, weight: Tensor, bias_O: Tensor | None, outputs: int) -> Tensor:
-    """`x @ weight.T + bias`, `[N, O]` in bfloat16, summed in float32; `bias` in float32."""
+def linear_halves(x_NI: Tensor, weight: Tensor, bias_O: Tensor | None, outputs: int, *, way: str) -> Tensor:
+    """`x @ weight.T + bias`, `[N, O]` in bfloat16, summed in float32, in one of `ways_of_halves`; `bias` in float32."""
     rows, inputs = x_NI.shape
     if type(x_NI) is not Tensor:  # A traced one has no memory.
         bias_O = None if bias_O is None else bias_O.to(x_NI.dtype)
         return F.linear(x_NI, unpack_halves(weight, outputs, inputs), bias_O)
-    if inputs % 2:
-        x_NI = F.pad(x_NI, (0, 1))
+    if inputs % _DEPTH:
+        x_NI = F.pad(x_NI, (0, -inputs % _DEPTH))
     x_NI = x_NI if x_NI.stride(1) == 1 else x_NI.contiguous()
+    inputs = x_NI.shape[1]
     y_NO = torch.empty(rows, outputs, dtype=torch.bfloat16)
+    some = min(-(-rows // _TILE_ROWS) * _TILE_ROWS, _ROWS)
+    scratch = torch.empty(0 if way == PAIRS else some * (inputs + _PADDING))
     found = module()
     assert found is not None
     assert x_NI.dtype == weight.dtype == torch.bfloat16
-    assert weight.shape[1] * 2 == x_NI.shape[1]
+    assert weight.shape[1] * 2 == inputs
     found.linear_halves(
+        _WAYS.index(way),
+        width(),
         num_threads(),
         x_NI.data_ptr(),
         x_NI.stride(0),
         weight.data_ptr(),
         _pointer(bias_O),
         y_NO.data_ptr(),
+        scratch.data_ptr(),
         rows,
-        x_NI.shape[1],
+        inputs,
         outputs,
     )
     return y_NO
@@ -255,9 +317,17 @@ def fits_integers(inputs: int, groups: int) -> bool:
     return inputs // groups <= _MOST_INPUTS and (groups == 1 or inputs % (4 * groups) == 0)
 
 
-def linear_integers(x_NI: Tensor, weight: PackedIntegers, bias_O: Tensor | None, *, digits: int) -> Tensor:
+def fits_tiles(inputs: int, groups: int) -> bool:
+    """Whether groups of integers are whole tiles."""
+    return inputs % (groups * _TILE_BYTES) == 0
+
+
+def linear_integers(
+    x_NI: Tensor, weight: PackedIntegers, bias_O: Tensor | None, *, digits: int, way: str = PAIRS
+) -> Tensor:
     """`x @ weight.T + bias`, `[N, O]`, with rows in float32 or bfloat16, rounded to as many digits of 8 bits (three at
-    most, `int8_linear.digits`); `bias` in float32."""
+    most, `int8_linear.digits`), in one of `ways_of_integers`, in tiles only where they fit and pay; `bias` in float32.
+    """
     rows, inputs = x_NI.shape
     if type(x_NI) is not Tensor:  # A traced one has no memory.
         return F.linear(x_NI.float(), unpack_integers(weight), bias_O).to(x_NI.dtype)
@@ -265,13 +335,15 @@ def linear_integers(x_NI: Tensor, weight: PackedIntegers, bias_O: Tensor | None,
     groups = weight.scales.shape[1]
     y_NO = torch.empty(rows, weight.outputs, dtype=x_NI.dtype)
     some = min(rows, _ROWS // digits)
-    scratch = torch.empty(some * (4 + digits * (4 * groups + inputs + 4)), dtype=torch.uint8)
+    filled = -(-some * digits // _TILE_ROWS) * _TILE_ROWS
+    scratch = torch.empty(some * (4 + 4 * digits * groups) + filled * (inputs + 4), dtype=torch.uint8)
     found = module()
     assert found is not None
     assert x_NI.dtype in (torch.float32, torch.bfloat16)
     assert inputs == weight.inputs
     assert 1 <= digits <= _MOST_DIGITS
     found.linear_integers(
+        way == TILES and rows * digits > _FEW_DIGITS and fits_tiles(inputs, groups),
         num_threads(),
         x_NI.dtype == torch.bfloat16,
         weight.bits,

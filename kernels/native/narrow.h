@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #define NARROW __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma")))
 #define INLINE NARROW __attribute__((always_inline)) static inline
-enum { LANES_ = 16, WIDE = 32, BLOCK = 12, LARGEST = 127, STEP = 254 };
+enum { LANES_ = 16, BLOCK = 12, LARGEST = 127, STEP = 254 };
 
 /* By rows of a tile, whose sums are in registers only where their number is a constant. */
 #define BY_ROWS(rows, call)                                                                                            \
@@ -30,14 +30,7 @@ enum { LANES_ = 16, WIDE = 32, BLOCK = 12, LARGEST = 127, STEP = 254 };
 #define ROWS_OF for (int i = 0; i < rows; i++)
 #define UNROLL _Pragma("GCC unroll 12")
 
-/* ---- bfloat16 ---- */
-
-struct halves {
-    const uint16_t *x, *w;
-    const float *bias;
-    uint16_t *y;
-    long x_stride, rows, pairs, outputs;
-};
+/* ---- bfloat16 in pairs ---- */
 
 INLINE __m512 pair(const uint16_t *x) {
     int32_t both;
@@ -45,8 +38,8 @@ INLINE __m512 pair(const uint16_t *x) {
     return (__m512)_mm512_set1_epi32(both);
 }
 
-INLINE void tile_halves(const uint16_t *x, long x_stride, const uint16_t *w, long pairs, const float *bias, int wide,
-                        uint16_t *y, long y_stride, const char *next, long step, const int rows) {
+INLINE void tile_pairs(const uint16_t *x, long x_stride, const uint16_t *w, long pairs, const float *bias, int wide,
+                       uint16_t *y, long y_stride, const char *next, long step, const int rows) {
     __m512 sum[BLOCK][2];
     __mmask16 first = wide >= LANES_ ? 0xffff : (1 << wide) - 1;
     __mmask16 second = wide >= WIDE ? 0xffff : wide > LANES_ ? (1 << (wide - LANES_)) - 1 : 0;
@@ -70,7 +63,7 @@ INLINE void tile_halves(const uint16_t *x, long x_stride, const uint16_t *w, lon
     }
 }
 
-NARROW static void panels_halves(const void *job, long from, long to) {
+NARROW static void panels_pairs(const void *job, long from, long to) {
     const struct halves *in = job;
     long blocks = (in->rows + BLOCK - 1) / BLOCK, size = in->pairs * WIDE * 2;
     for (long panel = from; panel < to; panel++) {
@@ -83,7 +76,7 @@ NARROW static void panels_halves(const void *job, long from, long to) {
             const char *next = (const char *)(w + size) + block * step * in->pairs;
             uint16_t *y = in->y + row * in->outputs + panel * WIDE;
 #define CALL(n)                                                                                                        \
-    tile_halves(in->x + row * in->x_stride, in->x_stride, w, in->pairs, bias, wide, y, in->outputs, next, step, n)
+    tile_pairs(in->x + row * in->x_stride, in->x_stride, w, in->pairs, bias, wide, y, in->outputs, next, step, n)
             BY_ROWS(some, CALL)
 #undef CALL
             row += some;
@@ -98,12 +91,19 @@ struct integers {
     const uint8_t *w, *zeros; /* zeros [O / 32, G, 32] */
     const float *scales, *bias; /* scales as zeros */
     void *y;                    /* [N, O] as x */
-    int8_t *digit;              /* [D * N, stride], all digits of a row before the next row's */
+    int8_t *digit;              /* [D * N, stride], all digits of a row before the next row's; or in tiles (tiles.h) */
     int32_t *total;             /* [D * N, G]: sums of digits */
     float *row_scale;           /* [N] */
     long x_stride, stride, rows, inputs, outputs, groups, group_size;
-    int bits, half, digits;
+    int bits, half, digits, tiled;
 };
+
+/* Where the digits of a row lie from input `c` on; LANES_ of them are together. */
+INLINE int8_t *digits_at(const struct integers *in, long row, long c) {
+    if (!in->tiled) return in->digit + row * in->stride + c;
+    return in->digit + row / TILE_HEIGHT * TILE_HEIGHT * in->stride + c / TILE_BYTES * TILE_HEIGHT * TILE_BYTES +
+           row % TILE_HEIGHT * TILE_BYTES + c % TILE_BYTES;
+}
 
 /* Rows as digits: the sum of `scale * digit / 254 ** number` is the row, to within half a step of the last. */
 NARROW static void to_digits(const void *job, long from, long to) {
@@ -121,7 +121,6 @@ NARROW static void to_digits(const void *job, long from, long to) {
         float largest = _mm512_reduce_max_ps(most);
         float scale = (largest > 1e-30f ? largest : 1e-30f) / LARGEST;
         in->row_scale[row] = scale;
-        int8_t *digit = in->digit + row * in->digits * in->stride;
         int32_t *total = in->total + row * in->digits * in->groups;
         memset(total, 0, in->digits * in->groups * 4);
         for (long g = 0; g < in->groups; g++) {
@@ -133,7 +132,7 @@ NARROW static void to_digits(const void *job, long from, long to) {
                 __m512 rest = _mm512_div_ps(LOAD(c, mask), _mm512_set1_ps(scale));
                 for (int d = 0; d < in->digits; d++) {
                     __m512i value = _mm512_cvtps_epi32(rest);
-                    _mm_mask_storeu_epi8(digit + d * in->stride + c, there, _mm512_cvtepi32_epi8(value));
+                    _mm_mask_storeu_epi8(digits_at(in, row * in->digits + d, c), there, _mm512_cvtepi32_epi8(value));
                     sums[d] = _mm512_add_epi32(sums[d], value);
                     rest = _mm512_mul_ps(_mm512_sub_ps(rest, _mm512_cvtepi32_ps(value)), _mm512_set1_ps(STEP));
                 }
@@ -154,6 +153,12 @@ INLINE __m512i four(const int8_t *x) {
     int32_t all;
     memcpy(&all, x, 4);
     return _mm512_set1_epi32(all);
+}
+
+/* The sum of a group, scaled, added to those of the groups before it. */
+INLINE void add_group(float *to, __m512i part, __m512 scale, long group) {
+    __m512 found = _mm512_cvtepi32_ps(part);
+    _mm512_storeu_ps(to, group ? _mm512_fmadd_ps(found, scale, _mm512_loadu_ps(to)) : _mm512_mul_ps(found, scale));
 }
 
 /* Sums of `rows` digits by one panel, groups added up in float: `sum` is [rows, 32]. */
@@ -185,9 +190,7 @@ INLINE void tile_integers(const struct integers *in, const int8_t *x, const int3
             __m512 scale = _mm512_loadu_ps(scales + g * WIDE + j * LANES_);
             UNROLL ROWS_OF {
                 __m512i off = _mm512_mullo_epi32(zero, _mm512_set1_epi32(total[i * in->groups + g]));
-                __m512 found = _mm512_cvtepi32_ps(_mm512_sub_epi32(part[i][j], off));
-                float *to = sum + i * WIDE + j * LANES_;
-                _mm512_storeu_ps(to, g ? _mm512_fmadd_ps(found, scale, _mm512_loadu_ps(to)) : _mm512_mul_ps(found, scale));
+                add_group(sum + i * WIDE + j * LANES_, _mm512_sub_epi32(part[i][j], off), scale, g);
             }
         }
     }

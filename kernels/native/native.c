@@ -15,6 +15,7 @@
 #include <string.h>
 
 enum { DEPTH = 256, ROWS = 480, PADDING = 16, AHEAD = 16, TOKENS = 64, HEADS_AT_ONCE = 4 };
+enum { WIDE = 32, TILE_HEIGHT = 16, TILE_BYTES = 64 };
 typedef float float_;
 typedef uint16_t bfloat16_;
 
@@ -23,6 +24,15 @@ struct product {
     float *y;
     long x_stride, rows, inputs, outputs;
     int add;
+};
+
+/* Weights in pairs (`narrow.h`), rows as they came and as the product at hand takes them. */
+struct halves {
+    const uint16_t *x, *w;
+    const float *bias;
+    uint16_t *y;
+    void *copy;
+    long x_stride, rows, pairs, outputs;
 };
 
 struct decode {
@@ -35,6 +45,13 @@ struct decode {
 };
 
 #if defined(__x86_64__) && defined(__GNUC__)
+/* In bfloat16, the nearest, of two the even one. */
+static inline uint16_t nearest(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return value == value ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+
 #define SUFFIX avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma")))
 #define WIDTH 16
@@ -53,6 +70,7 @@ struct decode {
 #define HEADS 2
 #include "simd.h"
 #include "narrow.h"
+#include "tiles.h"
 
 static long widest(void) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
@@ -60,11 +78,11 @@ static long widest(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 8 : 0;
 }
 
-/* Whether the processor multiplies integers of 8 bits, and bfloat16. */
+/* Whether the processor multiplies integers of 8 bits, and pairs of bfloat16. */
 static int integers_(void) {
     return widest() == 16 && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
-static int halves_(void) { return integers_() && __builtin_cpu_supports("avx512bf16"); }
+static int pairs_(void) { return integers_() && __builtin_cpu_supports("avx512bf16"); }
 
 /* ---- Threads ---- */
 
@@ -104,6 +122,9 @@ static void spread(work_ work, const void *job, long items, long threads) {
 
 /* ---- What Python calls ---- */
 
+/* Ways to multiply bfloat16. */
+enum { FLOATS, PAIRS, TILES };
+
 /* The arguments as integers; a pointer is one. */
 static int parse(PyObject *const *args, Py_ssize_t given, long long *into, Py_ssize_t expected) {
     if (given < expected) {
@@ -117,17 +138,23 @@ static int parse(PyObject *const *args, Py_ssize_t given, long long *into, Py_ss
     return 0;
 }
 
+/* Rows of that many bytes that a cache of 1 MiB holds, in whole blocks of every kernel: 96 at least, ROWS at most. */
+static long most_rows(long bytes) {
+    long fit = (1 << 20) / bytes / 96 * 96;
+    return fit < 96 ? 96 : fit < ROWS ? fit : ROWS;
+}
+
 /* linear(width, threads, x, x_stride, weight, bias, y, scratch, rows, inputs, outputs, add) */
 static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     long long a[12];
     if (parse(args, given, a, 12)) return NULL;
-    long rows = a[8], inputs = a[9], outputs = a[10], panel = 2 * a[0];
+    long rows = a[8], inputs = a[9], outputs = a[10], panel = 2 * a[0], most = most_rows(4 * inputs);
     float *x = (float *)a[2], *y = (float *)a[6], *copy = (float *)a[7];
     struct product in = {.x = copy, .x_stride = inputs + PADDING, .w = (float *)a[4], .bias = (float *)a[5],
                          .inputs = inputs, .outputs = outputs, .add = (int)a[11]};
     Py_BEGIN_ALLOW_THREADS;
-    for (long row = 0; row < rows; row += ROWS) {
-        in.rows = rows - row < ROWS ? rows - row : ROWS;
+    for (long row = 0; row < rows; row += most) {
+        in.rows = rows - row < most ? rows - row : most;
         in.y = y + row * outputs;
         for (long i = 0; i < in.rows; i++) memcpy(copy + i * in.x_stride, x + (row + i) * a[3], inputs * 4);
         spread(a[0] == 16 ? panels_avx512 : panels_avx2, &in, (outputs + panel - 1) / panel, a[1]);
@@ -136,39 +163,53 @@ static PyObject *linear(PyObject *self, PyObject *const *args, Py_ssize_t given)
     Py_RETURN_NONE;
 }
 
-/* linear_halves(threads, x, x_stride, weight, bias, y, rows, inputs, outputs) */
+/* linear_halves(way, width, threads, x, x_stride, weight, bias, y, scratch, rows, inputs, outputs) */
 static PyObject *linear_halves(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    long long a[9];
-    if (parse(args, given, a, 9)) return NULL;
-    struct halves in = {.x = (uint16_t *)a[1], .x_stride = a[2], .w = (uint16_t *)a[3], .bias = (float *)a[4],
-                        .y = (uint16_t *)a[5], .rows = a[6], .pairs = a[7] / 2, .outputs = a[8]};
+    long long a[12];
+    if (parse(args, given, a, 12)) return NULL;
+    struct halves in = {.x_stride = a[4], .w = (uint16_t *)a[5], .bias = (float *)a[6], .copy = (void *)a[8],
+                        .pairs = a[10] / 2, .outputs = a[11]};
+    long rows = a[9], panels = (in.outputs + WIDE - 1) / WIDE, most = rows;
+    if (a[0] == FLOATS) most = most_rows(4 * a[10]);
+    if (a[0] == TILES) most = most_rows(2 * a[10]);
     Py_BEGIN_ALLOW_THREADS;
-    spread(panels_halves, &in, (in.outputs + WIDE - 1) / WIDE, a[0]);
+    for (long row = 0; row < rows; row += most) {
+        in.rows = rows - row < most ? rows - row : most;
+        in.x = (uint16_t *)a[3] + row * in.x_stride;
+        in.y = (uint16_t *)a[7] + row * in.outputs;
+        if (a[0] == FLOATS) {
+            spread(a[1] == 16 ? widen_rows_avx512 : widen_rows_avx2, &in, in.rows, a[2]);
+            spread(a[1] == 16 ? panels_floats_avx512 : panels_floats_avx2, &in, panels, a[2]);
+        } else if (a[0] == TILES) {
+            spread(to_tiles, &in, (in.rows + TILE_HEIGHT - 1) / TILE_HEIGHT, a[2]);
+            spread(panels_tiles, &in, panels, a[2]);
+        } else spread(panels_pairs, &in, panels, a[2]);
+    }
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
-/* linear_integers(threads, half, bits, digits, x, x_stride, weight, zeros, scales, bias, y, scratch, rows, inputs,
+/* linear_integers(tiled, threads, half, bits, digits, x, x_stride, weight, zeros, scales, bias, y, scratch, rows, inputs,
    outputs, groups, group_size) */
 static PyObject *linear_integers(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    long long a[17];
-    if (parse(args, given, a, 17)) return NULL;
-    long rows = a[12], most = ROWS / a[3], bytes = a[1] ? 2 : 4;
+    long long a[18];
+    if (parse(args, given, a, 18)) return NULL;
+    long rows = a[13], most = ROWS / a[4], bytes = a[2] ? 2 : 4;
     most = rows < most ? rows : most;
-    struct integers in = {.half = (int)a[1], .bits = (int)a[2], .digits = (int)a[3], .x_stride = a[5],
-                          .w = (uint8_t *)a[6], .zeros = (uint8_t *)a[7], .scales = (float *)a[8],
-                          .bias = (float *)a[9], .inputs = a[13], .outputs = a[14], .groups = a[15],
-                          .group_size = a[16], .stride = (a[13] + 3) / 4 * 4};
-    in.row_scale = (float *)a[11];
+    struct integers in = {.tiled = (int)a[0], .half = (int)a[2], .bits = (int)a[3], .digits = (int)a[4],
+                          .x_stride = a[6], .w = (uint8_t *)a[7], .zeros = (uint8_t *)a[8], .scales = (float *)a[9],
+                          .bias = (float *)a[10], .inputs = a[14], .outputs = a[15], .groups = a[16],
+                          .group_size = a[17], .stride = (a[14] + 3) / 4 * 4};
+    in.digit = (int8_t *)a[12];
+    in.row_scale = (float *)(in.digit + (most * in.digits + TILE_HEIGHT - 1) / TILE_HEIGHT * TILE_HEIGHT * in.stride);
     in.total = (int32_t *)(in.row_scale + most);
-    in.digit = (int8_t *)(in.total + most * in.digits * in.groups);
     Py_BEGIN_ALLOW_THREADS;
     for (long row = 0; row < rows; row += most) {
         in.rows = rows - row < most ? rows - row : most;
-        in.x = (char *)a[4] + row * in.x_stride * bytes;
-        in.y = (char *)a[10] + row * in.outputs * bytes;
-        spread(to_digits, &in, in.rows, a[0]);
-        spread(panels_integers, &in, (in.outputs + WIDE - 1) / WIDE, a[0]);
+        in.x = (char *)a[5] + row * in.x_stride * bytes;
+        in.y = (char *)a[11] + row * in.outputs * bytes;
+        spread(to_digits, &in, in.rows, a[1]);
+        spread(in.tiled ? panels_integers_tiles : panels_integers, &in, (in.outputs + WIDE - 1) / WIDE, a[1]);
     }
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
@@ -195,11 +236,12 @@ static PyObject *decode(PyObject *self, PyObject *const *args, Py_ssize_t given)
 
 static PyObject *width(PyObject *self, PyObject *none) { return PyLong_FromLong(widest()); }
 static PyObject *integers(PyObject *self, PyObject *none) { return PyBool_FromLong(integers_()); }
-static PyObject *halves(PyObject *self, PyObject *none) { return PyBool_FromLong(halves_()); }
+static PyObject *pairs(PyObject *self, PyObject *none) { return PyBool_FromLong(pairs_()); }
+static PyObject *tiles(PyObject *self, PyObject *none) { return PyBool_FromLong(pairs_() && tiles_()); }
 static PyObject *threads(PyObject *self, PyObject *none) { return PyBool_FromLong(find_threads()); }
 #define CALLED(name, how) {#name, (PyCFunction)(void (*)(void))name, how, NULL}
-static PyMethodDef methods[] = {CALLED(width, METH_NOARGS), CALLED(integers, METH_NOARGS), CALLED(halves, METH_NOARGS),
-                                CALLED(threads, METH_NOARGS), CALLED(linear, METH_FASTCALL),
+static PyMethodDef methods[] = {CALLED(width, METH_NOARGS), CALLED(integers, METH_NOARGS), CALLED(pairs, METH_NOARGS),
+                                CALLED(tiles, METH_NOARGS), CALLED(threads, METH_NOARGS), CALLED(linear, METH_FASTCALL),
                                 CALLED(linear_halves, METH_FASTCALL), CALLED(linear_integers, METH_FASTCALL),
                                 CALLED(decode, METH_FASTCALL), {NULL, NULL, 0, NULL}};
 #else

@@ -47,21 +47,26 @@ static const N(tile) N(tiles)[] = {0, N(tile1), N(tile2), N(tile3), N(tile4), N(
 #endif
 };
 
-/* One panel for up to ROWS rows. x is padded to `x_stride` so that its rows do not share the sets of a cache. */
+/* `depth` inputs of one panel for up to ROWS rows. x is padded to `x_stride` so that its rows do not share the sets of a
+   cache. Of what comes `next`, `bytes` an input are fetched. */
+static void N(part)(const float *x, long x_stride, const float *w, float *y, long y_stride, long rows, long depth,
+                    int fresh, const char *next, long bytes) {
+    long blocks = (rows + TILE_ROWS - 1) / TILE_ROWS, step = bytes / blocks;
+    for (long row = 0, block = 0; block < blocks; block++) {
+        long some = (rows - row + blocks - block - 1) / (blocks - block);
+        N(tiles)[some](x + row * x_stride, x_stride, w, y + row * y_stride, y_stride, depth, fresh,
+                       next + block * depth * step, step);
+        row += some;
+    }
+}
+
 static void N(panel)(const float *x, long x_stride, const float *w, float *y, long y_stride, long rows, long inputs,
                      int fresh) {
-    long blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (long k = 0; k < inputs; k += DEPTH) {
         long depth = inputs - k < DEPTH ? inputs - k : DEPTH;
         const float *part = w + k * PANEL;
-        const char *next = (const char *)(part + depth * PANEL);
-        long step = PANEL * 4 / blocks;
-        for (long row = 0, block = 0; block < blocks; block++) {
-            long some = (rows - row + blocks - block - 1) / (blocks - block);
-            N(tiles)[some](x + row * x_stride + k, x_stride, part, y + row * y_stride, y_stride, depth,
-                           fresh && k == 0, next + block * depth * step, step);
-            row += some;
-        }
+        N(part)(x + k, x_stride, part, y, y_stride, rows, depth, fresh && k == 0, (const char *)(part + depth * PANEL),
+                PANEL * 4);
     }
 }
 
@@ -83,6 +88,47 @@ static void N(panels)(const void *job, long from, long to) {
         for (long i = 0; i < in->rows; i++)
             for (long j = 0; j < wide; j++)
                 y[i * in->outputs + j] = edge[i * PANEL + j] + (in->add || bias ? y[i * in->outputs + j] : 0);
+    }
+}
+
+/* ---- Products of bfloat16 in pairs (`narrow.h`), widened to float ---- */
+
+TARGET static void N(widen_rows)(const void *job, long from, long to) {
+    const struct halves *in = job;
+    for (long row = from; row < to; row++)
+        for (long i = 0; i < 2 * in->pairs; i++) {
+            uint32_t wide = (uint32_t)in->x[row * in->x_stride + i] << 16;
+            memcpy((float *)in->copy + row * (2 * in->pairs + PADDING) + i, &wide, 4);
+        }
+}
+
+/* `depth` inputs of a panel, `[depth, PANEL]`. */
+TARGET static void N(widen)(const uint16_t *w, float *to, long depth) {
+    for (long p = 0; p < depth; p += 2, w += 2 * WIDE, to += 2 * PANEL)
+        for (int j = 0; j < 2; j++) {
+            N(words) both;
+            memcpy(&both, w + j * 2 * WIDTH, sizeof both);
+            *(N(words) *)(to + j * WIDTH) = both << 16;
+            *(N(words) *)(to + PANEL + j * WIDTH) = both & 0xffff0000;
+        }
+}
+
+TARGET static void N(panels_floats)(const void *job, long from, long to) {
+    const struct halves *in = job;
+    long inputs = 2 * in->pairs;
+    float sum[ROWS * PANEL], part[DEPTH * PANEL] __attribute__((aligned(64)));
+    for (long o = from * WIDE; o < to * WIDE && o < in->outputs; o += PANEL) {
+        long wide = in->outputs - o < PANEL ? in->outputs - o : PANEL;
+        const uint16_t *w = in->w + o / WIDE * WIDE * inputs + o % WIDE * 2;
+        for (long k = 0; k < inputs; k += DEPTH) {
+            long depth = inputs - k < DEPTH ? inputs - k : DEPTH;
+            N(widen)(w + k * WIDE, part, depth);
+            N(part)((const float *)in->copy + k, inputs + PADDING, part, sum, PANEL, in->rows, depth, k == 0,
+                    (const char *)(w + (k + depth) * WIDE), WIDE * 2);
+        }
+        for (long row = 0; row < in->rows; row++)
+            for (long j = 0; j < wide; j++)
+                in->y[row * in->outputs + o + j] = nearest(sum[row * PANEL + j] + (in->bias ? in->bias[o + j] : 0));
     }
 }
 

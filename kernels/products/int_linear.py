@@ -38,7 +38,7 @@ class IntLinear:
         self.out_features, self.in_features = value_OI.shape
         self.order_I, self.bias_O = order_I, None if bias_O is None else bias_O.float()
         self.weight = native.pack_integers(value_OI, scale_OG, zero_OG, bits)
-        self.num_digits = num_digits(dtype, quantized_rows)
+        self.num_digits, self._way = num_digits(dtype, quantized_rows), native.fastest_for_integers()
 
     @property
     def num_bytes(self) -> int:
@@ -50,4 +50,5 @@ class IntLinear:
             x_NI = x_NI.index_select(1, self.order_I)
         dtype = x_NI.dtype
         x_NI = x_NI.float() if dtype == torch.float16 else x_NI
-        return native.linear_integers(x_NI, self.weight, self.bias_O, digits=self.num_digits).to(dtype)
+        found = native.linear_integers(x_NI, self.weight, self.bias_O, digits=self.num_digits, way=self._way)
+        return found.to(dtype)

@@ -2,10 +2,10 @@
 
 Letters: N rows (tokens), I inputs, O outputs.
 
-The packed copy replaces the plain one. The compiled kernels (`native`) multiply it in float32, and in bfloat16 where
-the processor does; without them oneDNN multiplies float32, where one to three rows cost more than four, so they are
-padded to four. LOG.md (2026-11-25) has what each was measured at. Other devices and dtypes take torch's own product.
-Not here: quantised weights.
+The packed copy replaces the plain one. The compiled kernels (`native`) multiply it in float32, and in bfloat16 in the
+way that is the fastest on this processor; without them oneDNN multiplies float32, where one to three rows cost more
+than four, so they are padded to four. LOG.md (2026-11-25 and -26) has what each was measured at. Other devices and
+dtypes take torch's own product. Not here: quantised weights.
 """
 
 import torch
@@ -24,11 +24,11 @@ class Linear:
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OI.shape
         self.bias_O = bias_O
-        self._halves = native.multiplies_halves() and _is(weight_OI, torch.bfloat16)
+        self._halves = native.multiplies() and _is(weight_OI, torch.bfloat16)
         self._native = native.multiplies() and _is(weight_OI, torch.float32)
         self.packed = self._halves or prepacks(weight_OI.device, weight_OI.dtype)
         if self._halves:
-            weight_OI = native.pack_halves(weight_OI)
+            weight_OI, self._way = native.pack_halves(weight_OI), native.fastest_for_halves()
             self.bias_O = None if bias_O is None else bias_O.float()
         elif self._native:
             weight_OI = native.pack(weight_OI)
@@ -54,7 +54,7 @@ class Linear:
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         if self._halves:
-            return native.linear_halves(x_NI, self.weight, self.bias_O, self.out_features)
+            return native.linear_halves(x_NI, self.weight, self.bias_O, self.out_features, way=self._way)
         if self._native:
             return native.linear(x_NI, self.weight, self.bias_O, self.out_features)
         if not self.packed:

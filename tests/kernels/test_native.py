@@ -1,5 +1,9 @@
 """The CPU's compiled kernels equal torch's operations, whatever the rows, the shapes and the processor's vectors."""
 
+import itertools
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
@@ -12,6 +16,9 @@ from exeplan.kernels.products.int_linear import IntLinear
 from exeplan.kernels.products.linear import Linear
 
 pytestmark = pytest.mark.skipif(not native.width(), reason="not built here, or a processor without AVX2")
+WAYS = native.ways_of_halves()
+EDGES = [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 3.4e38, float("inf"), float("-inf"), float("nan")]
+"""Ties, and what has no finite bfloat16."""
 
 
 @pytest.fixture(params=[8, 16])
@@ -86,7 +93,7 @@ def test_without_threads_to_share_torch_multiplies(monkeypatch):
     linear, x = Linear(torch.randn(40, 48)), torch.randn(5, 48)
     assert linear.weight.is_mkldnn
     torch.testing.assert_close(linear(x), F.linear(x, linear.dense()), rtol=1e-5, atol=1e-5)
-    [remark] = native.remarks(torch.device("cpu"), torch.float32)
+    [remark] = native.remarks(torch.device("cpu"))
     assert (
         remark == "the compiled CPU kernels found no OpenMP library for 2 threads: torch's operations are used, slower"
     )
@@ -124,33 +131,102 @@ def test_products_of_integers_are_exact_for_the_digits(rows, outputs, groups, fo
     torch.testing.assert_close(found.double() / (1 + size), expected / (1 + size), **close)
 
 
-@pytest.mark.skipif(not native.multiplies_halves(), reason="a processor without AVX-512 BF16")
+@pytest.mark.skipif(native.TILES not in native.ways_of_integers(), reason="a processor without AMX")
+@given(
+    rows=st.integers(1, 200),
+    outputs=st.integers(1, 100),
+    groups=st.integers(1, 4),
+    wide=st.integers(1, 3),
+    bits=st.sampled_from([4, 8]),
+    count=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_products_of_integers_in_tiles_have_the_same_bits(rows, outputs, groups, wide, bits, count, dtype):
+    value = torch.randint(0, 2**bits, (outputs, 64 * groups * wide), dtype=torch.uint8)
+    scale, zero = torch.rand(outputs, groups), torch.randint(0, 2**bits, (outputs, groups)).float()
+    packed, x = native.pack_integers(value, scale, zero, bits), torch.randn(rows, value.shape[1]).to(dtype)
+    assert native.fits_tiles(value.shape[1], groups)
+    found = [native.linear_integers(x, packed, None, digits=count, way=way) for way in native.ways_of_integers()]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @given(rows=st.integers(1, 100), outputs=st.integers(1, 100), inputs=st.integers(1, 200), biased=st.booleans())
-def test_products_of_bfloat16_equal_torch(rows, outputs, inputs, biased):
+def test_products_of_bfloat16_equal_torch(way, rows, outputs, inputs, biased):
     x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
     bias = torch.randn(outputs) if biased else None
     packed = native.pack_halves(weight)
     assert torch.equal(native.unpack_halves(packed, outputs, inputs), weight)
     expected = F.linear(x.double(), weight.double(), bias if bias is None else bias.double())
-    found = native.linear_halves(x, packed, bias, outputs)
+    found = native.linear_halves(x, packed, bias, outputs, way=way)
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-3 * inputs**0.5)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(481, 33, 64), (1000, 40, 1088)])
+def test_many_rows_of_bfloat16_equal_torch(way, rows, outputs, inputs, width):
+    x, weight = torch.randn(rows, 2 * inputs).bfloat16()[:, ::2], torch.randn(outputs, inputs).bfloat16()
+    found = native.linear_halves(x, native.pack_halves(weight), None, outputs, way=way)
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().t(), rtol=2**-8, atol=1e-3 * inputs**0.5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_are_rounded_to_the_nearest_bfloat16_of_two_to_the_even_one(way, width):
+    sums = torch.cat([torch.randn(60) * 10.0 ** torch.randint(-30, 30, (60,)), torch.tensor(EDGES)])
+    weight = native.pack_halves(torch.zeros(len(sums), 32, dtype=torch.bfloat16))
+    found = native.linear_halves(torch.zeros(3, 32, dtype=torch.bfloat16), weight, sums, len(sums), way=way)
+    torch.testing.assert_close(found, sums.bfloat16().expand(3, -1), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [((3, 2, 1), "c"), ((1, 2, 1.5), "a"), ((1, 1.2, 1.05), "c")])
+def test_the_way_of_the_shortest_turn_is_taken_the_later_one_where_it_takes_about_as_long(seconds, chosen, monkeypatch):
+    now, slow = [0.0], itertools.cycle([5.0, 1.0, 3.0, 1.5, 1.0, 9.0, 1.0])
+    monkeypatch.setattr(native.time, "thread_time", lambda: now[0])
+
+    def product(least):
+        now[0] += least * next(slow)
+
+    products = {name: partial(product, least) for name, least in zip("abc", seconds, strict=True)}
+    assert native._fastest(products) == chosen
+
+
+def test_a_processor_without_products_of_bfloat16_multiplies_it_as_float32(monkeypatch):
+    module = SimpleNamespace(**{name: getattr(native.module(), name) for name in ("width", "threads", "linear_halves")})
+    module.pairs = module.tiles = module.integers = lambda: False
+    monkeypatch.setattr(native, "module", lambda: module)
+    monkeypatch.setattr(native, "fastest_for_halves", native.fastest_for_halves.__wrapped__)
+    assert native.description() == f"compiled, {native.width()} floats a vector, bfloat16 as float32"
+    x, weight = torch.randn(5, 48).bfloat16(), torch.randn(40, 48).bfloat16()
+    torch.testing.assert_close(Linear(weight)(x), F.linear(x, weight), rtol=2**-7, atol=1e-3)
+
+
 @pytest.mark.skipif(not native._shares_threads(), reason="no OpenMP library in the process")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_threads_change_no_bit_of_a_product(dtype, threads):
-    if (dtype == torch.bfloat16 and not native.multiplies_halves()) or (
-        dtype == torch.uint8 and not native.multiplies_integers()
-    ):
-        pytest.skip("a processor without such products")
-    x, weight = torch.randn(50, 128), torch.randn(200, 128)
-    if dtype == torch.uint8:
-        value = torch.randint(0, 256, (200, 128), dtype=dtype)
-        layer = IntLinear(value, torch.rand(200, 2), torch.full((200, 2), 128.0), bits=8, dtype=torch.float32)
-    else:
-        layer, x = Linear(weight.to(dtype)), x.to(dtype)
+@pytest.mark.parametrize("rows", [50, 1000])
+def test_threads_change_no_bit_of_a_product_nor_do_other_rows(rows, threads):
+    x, linear = torch.randn(rows, 128), Linear(torch.randn(200, 128))
+    assert torch.equal(*threads(lambda: linear(x)))
+    assert torch.equal(linear(x)[7:8], linear(x[7:8]))
+
+
+@pytest.mark.skipif(not native._shares_threads(), reason="no OpenMP library in the process")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [50, 1000])
+def test_threads_change_no_bit_of_a_product_of_bfloat16_nor_do_other_rows(way, rows, threads):
+    x, weight = torch.randn(rows, 128).bfloat16(), native.pack_halves(torch.randn(200, 128).bfloat16())
+    multiplied = partial(native.linear_halves, weight=weight, bias_O=None, outputs=200, way=way)
+    assert torch.equal(*threads(lambda: multiplied(x)))
+    assert torch.equal(multiplied(x)[7:8], multiplied(x[7:8]))
+
+
+@pytest.mark.skipif(
+    not native._shares_threads() or not native.multiplies_integers(), reason="no such products on several threads"
+)
+@pytest.mark.parametrize("rows", [50, 1000])
+def test_threads_change_no_bit_of_a_product_of_integers_nor_do_other_rows(rows, threads):
+    value, x = torch.randint(0, 256, (200, 128), dtype=torch.uint8), torch.randn(rows, 128)
+    layer = IntLinear(value, torch.rand(200, 2), torch.full((200, 2), 128.0), bits=8, dtype=torch.float32)
     assert torch.equal(*threads(lambda: layer(x)))
-    assert torch.equal(layer(x)[7:8], layer(x[7:8]))  # Nor do other rows.
+    assert torch.equal(layer(x)[7:8], layer(x[7:8]))
 
 
 @pytest.mark.skipif(not native._shares_threads(), reason="no OpenMP library in the process")

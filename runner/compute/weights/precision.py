@@ -64,7 +64,7 @@ def held_bits(how: Quantization, dtype: str, place: torch.device) -> int | None:
 
 def holding_remarks(spec: ModelSpec, dtype: str, place: torch.device) -> list[str]:
     """Sentences on how the weights of a quantized checkpoint are held, and where a CPU takes torch's operations."""
-    how, slower = spec.quantization, native.remarks(place, activation_dtype(dtype))
+    how, slower = spec.quantization, native.remarks(place)
     return slower if how is None else [_how_held(spec, how, dtype, place), *slower]
 
 

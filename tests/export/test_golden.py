@@ -59,6 +59,13 @@ def test_what_is_written_is_as_it_was(engine: str, form: str) -> None:
     assert text == path.read_text()
 
 
+def test_sglangs_own_order_of_work_is_as_it_was() -> None:
+    text, path = FORMS["command"](exported("sglang", PLANS["sglang"])), GOLDEN / "sglang-own-order.command"
+    if os.environ.get("EXEPLAN_WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
 @pytest.mark.parametrize("engine", APART)
 @pytest.mark.parametrize("form", ["command", "kubernetes"])
 def test_pipelines_on_two_hosts_are_as_they_were(engine: str, form: str) -> None:

@@ -140,6 +140,12 @@ class ReferencePass:
     """Its standard error, relative."""
 
 
+UNSURE = (
+    "how sure the profile's times are is not known: one burst of whole steps was timed, more take a longer --budget"
+)
+"""Of a profile that was measured, and has no error."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """All measurements of one model shape on one device in one dtype."""
@@ -200,7 +206,10 @@ class Profile:
         return name if before else ""
 
     def error_of(self, *, keeps_finished_rows: bool) -> float:
-        """The standard error of whole steps over their parts, relative, for a policy that keeps its rows or not."""
+        """The standard error of whole steps over their parts, relative, for a policy that keeps its rows or not.
+
+        0 where one burst alone tells none.
+        """
         return self.kept_rows_error if keeps_finished_rows and self.kept_rows_calibration else self.calibration_error
 
     @property

@@ -267,9 +267,9 @@ class Campaign:
             f"{len(profile.measurements)} measurements from {self.num_visits} visits in {self.goal.elapsed:.0f} s; "
             f"interpolation between them may miss a layer by {error:.1%}; "
             f"whole steps take {profile.calibration:.3f} times the sum of their parts "
-            f"(+-{profile.calibration_error:.1%})"
+            f"({_sure(profile.calibration_error)})"
             + (f", prefills {profile.prefill_calibration:.3f} times" if profile.prefill_calibration != 1 else "")
-            + (f", batches that keep their rows {kept:.3f} times (+-{profile.kept_rows_error:.1%})" if kept else "")
+            + (f", batches that keep their rows {kept:.3f} times ({_sure(profile.kept_rows_error)})" if kept else "")
             + (f", and {1e3 * profile.pass_seconds:.2f} ms a pass before that" if profile.pass_seconds else "")
         )
         if self.speed and self.speed.samples:
@@ -314,3 +314,8 @@ def measured_points(rows: Iterable[Measurement]) -> dict[Point, int]:
         elif m.op == "overhead" and m.phase == "prefill":
             points[Point("engine", m.num_seqs, m.num_tokens // m.num_seqs)] = m.repeats
     return points
+
+
+def _sure(error: float) -> str:
+    """The error of a factor that bursts gave."""
+    return f"+-{error:.1%}" if error else "of one burst, which tells no error"

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from exeplan.core.bounds import Bound, quantities, values_of
-from exeplan.core.profile import Profile
+from exeplan.core.profile import UNSURE, Profile
 from exeplan.core.schedule import Schedule
 from exeplan.planner.margins.deployments import correction_law, deployment_law, deployment_of, shipped_deployments
 from exeplan.planner.margins.risk import ErrorLaw, compound, error_law
@@ -111,6 +111,8 @@ def margins(problem: Problem, schedule: Schedule, risk: Risk, *, seed: int) -> M
     kept = load_policy(schedule.policy).KEEPS_FINISHED_ROWS
     if measured := profile_error(problem.profile, keeps_finished_rows=kept):
         laws.append([measured] * len(problem.bounds))
+        if problem.profile.reference_passes and not problem.profile.error_of(keeps_finished_rows=kept):
+            remarks.append(UNSURE)
     else:
         remarks.append(f"profile: {problem.profile.source}, its times have no repeats to judge them by")
     laws.append(_deployment_laws(problem, risk))

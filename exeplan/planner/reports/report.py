@@ -9,7 +9,7 @@ import numpy as np
 from exeplan.core.bounds import Bound, binding, utilizations, values_of
 from exeplan.core.models.uneven_routing import busiest_load, busiest_part, routing_exponent
 from exeplan.core.plan import Plan
-from exeplan.core.profile import Profile
+from exeplan.core.profile import UNSURE, Profile
 from exeplan.core.schedule import Estimate, Schedule, num_devices
 from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.candidates import Candidate
@@ -164,10 +164,9 @@ def _speed_of(profile: Profile, schedule: Schedule) -> list[str]:
     if not profile.reference_passes:
         return []
     error = profile.error_of(keeps_finished_rows=load_policy(schedule.policy).KEEPS_FINISHED_ROWS)
-    return [
-        f"the profile's times are sure to +-{error:.1%} (one standard error); its machine's speed "
-        f"moved by +-{profile.speed_spread:.0%} meanwhile, and predictions are at the median"
-    ]
+    sure = f"the profile's times are sure to +-{error:.1%} (one standard error)" if error else UNSURE
+    moved = f"its machine's speed moved by +-{profile.speed_spread:.0%} meanwhile, and predictions are at the median"
+    return [f"{sure}; {moved}"]
 
 
 def search_line(optimum: Optimum) -> str:

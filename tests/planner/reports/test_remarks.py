@@ -1,4 +1,4 @@
-"""A report says what a plan assumes of memory where its profile does not tell."""
+"""A report says what a plan assumes of memory where its profile does not tell, and how sure its times are."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from exeplan.cli import main
+from exeplan.core.profile import UNSURE
 
 ASSUMED = "the profile has no runtime_bytes: 1.50 GiB of workspace are assumed for all passes and placements"
 
@@ -32,3 +33,16 @@ def test_a_gpus_profile_without_runtime_bytes_is_planned_with_a_sentence(
         main(["optimize", "--profile", str(folder / f"{profile}.json"), *asked, "-o", str(folder / "plan.yaml")]) == 0
     )
     assert (ASSUMED in " ".join(capsys.readouterr().out.split())) is assumes
+
+
+@pytest.mark.parametrize(("error", "said"), [(0.02, "the profile's times are sure to +-2.0%"), (0.0, UNSURE)])
+def test_a_profile_of_one_burst_is_not_called_sure(
+    folder: Path, error: float, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = json.loads((folder / "new.json").read_text())
+    one = {"kind": "decode", "num_seqs": 1, "num_tokens": 128, "num_layers": 1, "seconds": 0.005, "error": 0.02}
+    watched = {"reference_passes": [one], "speed_spread": 0.1, "calibration_error": error}
+    (folder / "watched.json").write_text(json.dumps({**body, **watched}))
+    asked = ["--workload", "fixed:in=64;out=8", "--latency-bound", "60s", "--policy", "orca", "--max-num-seqs", "4"]
+    assert main(["optimize", "--profile", str(folder / "watched.json"), *asked, "-o", str(folder / "plan.yaml")]) == 0
+    assert f"{said}; " in capsys.readouterr().out.replace(" (one standard error)", "")

@@ -27,9 +27,9 @@ Drawn: where the lengths that wait decide the next batch, a policy serves a few 
 
 More even arrivals than a Poisson stream, gaps with a squared coefficient of variation c below 1 as those of every n-th
 request of one, spread n (c + s) / (1 + s) times as much, s that of the output lengths: right without a limit on the
-batch for lengths all alike or exponential, and for processor sharing close to its capacity. Not here: bursts,
-as a trace has them: laws of single gaps were 29 % short and 189 % long in mean ttft, so that a trace is replayed. A plan
-counts if its replay with arrivals keeps the bounds, too.
+batch for lengths all alike or exponential, and for processor sharing close to its capacity. Not here: bursts, as traces
+have them: laws of single gaps were 29 % short and 189 % long in mean ttft, so that a trace is replayed. A plan counts
+if its replay with arrivals keeps the bounds, too.
 """
 
 from collections.abc import Sequence

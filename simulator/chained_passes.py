@@ -23,10 +23,12 @@ PROMPTS = np.array([0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0])
 """Mean prompts of a pass whose seconds are given."""
 _CHAINS, _SETTLING, _PASSES = 64, 16, 48
 """Chains, passes until they have settled, and passes in all."""
-_LENGTHS = 512
-"""Drawn for each chain, which takes them again and again."""
-_MOMENTS = (np.arange(3) + 0.5) / 3
-"""Between two passes, at which requests come."""
+_LENGTHS, _APART = 2048, 4096.0
+"""Requests of each chain, after which none come, and more than the mean gaps that they take."""
+_LEAST_VARIABILITY = 0.01
+"""Of gaps that are all alike, about."""
+_PICKED = (np.arange(3) + 0.5) / 3
+"""Of those that came between two passes, by their place."""
 _POINTS, _LAST = 64, 1e-3
 """Shares of what is met, ever smaller towards this last one."""
 
@@ -51,61 +53,62 @@ def chained(
     """At `rate` requests/s, of prompts of this law, for several kinds of passes.
 
     `seconds`, [kinds, prompts], are those of a pass on a stage with each of `PROMPTS`; `groups`, [kinds], take turns, a
-    pass has `room`, [kinds], tokens for prompts. `variability` is the variance over the mean of a number that comes in
-    a given time.
+    pass has `room`, [kinds], tokens for prompts. `variability` is the squared coefficient of variation of the gaps.
     """
-    summed, noise = _drawn(law)
+    summed, arrivals = _drawn(law, variability)
     kinds, every = np.arange(len(seconds))[:, None], np.arange(_CHAINS)
     shape = len(seconds), _CHAINS
     ends = np.zeros((_PASSES, stages, *shape))
-    begins, taken, queued, new = np.zeros((4, _PASSES, *shape))
-    number, left, before, began = np.zeros(shape, dtype=int), np.zeros(shape), ends[0], begins[0]
+    begins, taken, queued = np.zeros((3, _PASSES, *shape))
+    numbers, left, before = np.zeros((_PASSES, *shape), dtype=int), np.zeros(shape), ends[0]
     for k in range(_PASSES):
         begin = before[0]
         if k:
             own = np.maximum(k - groups, 0)
             begin = np.maximum(begin, np.where((k >= groups)[:, None], ends[own, -1, kinds[:, 0]], 0.0))
-        expected = rate * (begin - began)
-        count = np.maximum(np.rint(expected + np.sqrt(variability * expected) * noise[k]), 0.0).astype(int)
-        tokens = summed[every, number + np.minimum(count, _LENGTHS)] - summed[every, number]
-        number = (number + count) % _LENGTHS
-        begins[k], queued[k], new[k] = begin, left, tokens
+        # All chains in one search: each has its arrivals between two multiples of `_APART`.
+        come = np.searchsorted(arrivals, np.minimum(rate * begin, _APART) + every * _APART) - every * _LENGTHS
+        tokens = summed[every, come] - summed[every, numbers[k - 1]]
+        begins[k], queued[k], numbers[k] = begin, left, come
         taken[k] = np.minimum(left + tokens, room[:, None])
         left = left + tokens - taken[k]
         time = _between(taken[k] / law.mean, seconds)
         ends[k, 0] = end = begin + time
         for stage in range(1, stages):
             ends[k, stage] = end = np.maximum(end, before[stage]) + time
-        before, began = ends[k], begin
-    between = np.diff(begins, axis=0)[_SETTLING - 1 :]
+        before = ends[k]
+    number = numbers[_SETTLING - 1 : -1]
+    count = numbers[_SETTLING:] - number
     waits, firsts = [], []
-    for moment in _MOMENTS:
-        # The prompts before its own, and the passes that all of them fill.
-        ahead = queued[_SETTLING:] + moment * new[_SETTLING:] + law.mean
-        behind = np.maximum(np.ceil(ahead / room[:, None]).astype(int) - 1, 0)
+    for share in _PICKED:
+        # One of those that came: when, the tokens up to its own, the passes that these fill, and its own ones.
+        picked = np.minimum(number + (share * count).astype(int), _LENGTHS - 1)
+        waits.append(begins[_SETTLING:] - (arrivals[picked + every * _LENGTHS] - every * _APART) / rate)
+        tokens = queued[_SETTLING:] + summed[every, picked + 1] - summed[every, number]
+        behind = np.maximum(np.ceil(tokens / room[:, None]).astype(int) - 1, 0)
         own = np.minimum(np.arange(_SETTLING, _PASSES)[:, None, None] + behind, _PASSES - 1)
-        time = _between(np.minimum(taken[own, kinds, every] + law.mean, room[:, None]) / law.mean, seconds)
-        end = begins[own, kinds, every] + time
-        for stage in range(1, stages):
-            end = np.maximum(end, ends[own - 1, stage, kinds, every]) + time
-        waits.append((1 - moment) * between)
-        firsts.append(end - begins[_SETTLING:])
+        more = summed[every, picked + 1] - summed[every, picked] - law.mean
+        there = taken[own, kinds, every]
+        longer = _between(there / law.mean, seconds) - _between(np.maximum(there - more, 0.0) / law.mean, seconds)
+        firsts.append(ends[own, -1, kinds, every] - stages * longer - begins[_SETTLING:])
     return [
-        _of(np.array(waits)[:, :, kind], np.array(firsts)[:, :, kind], np.array([between[:, kind]] * len(_MOMENTS)))
+        _of(np.array(waits)[:, :, kind], np.array(firsts)[:, :, kind], np.array([count[:, kind]] * len(_PICKED)))
         for kind in range(len(seconds))
     ]
 
 
 @lru_cache(maxsize=32)
-def _drawn(law: LengthLaw) -> tuple[Floats, Floats]:
-    """[chains, lengths] Sums of drawn lengths, twice as many as are drawn, so that any number of them may begin
-    anywhere; and [passes, chains] normal variables. Both have the mean of their law."""
+def _drawn(law: LengthLaw, variability: float) -> tuple[Floats, Floats]:
+    """[chains, arrivals] Sums of the drawn lengths, from none of them on; and [chains * arrivals] the times of arrival
+    at one request a second, those of each chain `_APART` later."""
     rng = np.random.default_rng(0)
     shares = (rng.permutation(_CHAINS * _LENGTHS) + 0.5) / (_CHAINS * _LENGTHS)
-    lengths = np.tile(law.quantiles(shares).reshape(_CHAINS, _LENGTHS), 2)
-    noise = rng.standard_normal((_PASSES, _CHAINS // 2))
-    noise = np.concatenate([noise, -noise], axis=1)
-    return np.concatenate([np.zeros((_CHAINS, 1)), np.cumsum(lengths, axis=1)], axis=1), noise / noise.std()
+    lengths = law.quantiles(shares).reshape(_CHAINS, _LENGTHS)
+    uneven = max(variability, _LEAST_VARIABILITY)
+    gaps = rng.gamma(1 / uneven, uneven, (_CHAINS, _LENGTHS))
+    gaps[:, 0] *= rng.random(_CHAINS)  # The first passes begin anywhere between two.
+    times = np.minimum(np.cumsum(gaps, axis=1), _APART) + _APART * np.arange(_CHAINS)[:, None]
+    return np.concatenate([np.zeros((_CHAINS, 1)), np.cumsum(lengths, axis=1)], axis=1), times.ravel()
 
 
 def _between(prompts: Floats, seconds: Floats) -> Floats:
@@ -117,9 +120,9 @@ def _between(prompts: Floats, seconds: Floats) -> Floats:
     return np.asarray(low + share * (high - low))
 
 
-def _of(waits: Floats, firsts: Floats, between: Floats) -> Chained:
-    """Of passes as they are met: more requests come between those far apart."""
-    waits, firsts, likely = waits.ravel(), firsts.ravel(), between.ravel() / between.sum()
+def _of(waits: Floats, firsts: Floats, counts: Ints) -> Chained:
+    """Of requests that were picked from so many."""
+    waits, firsts, likely = waits.ravel(), firsts.ravel(), counts.ravel() / max(int(counts.sum()), 1)
     first = float(likely @ firsts)
     both = waits + firsts - first
     order = np.argsort(both)

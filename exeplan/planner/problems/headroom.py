@@ -13,7 +13,8 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.planner.problems.problem import Problem
 
-_LIMIT, _STEPS = 4.0, 1024
+_LIMIT, _STEPS, _FIRST = 4.0, 1024, 16
+"""The most that is told, the steps to it, and the one that is tried first."""
 
 
 def with_headroom(plan: Plan, alone: Sequence[Problem]) -> Plan:
@@ -67,8 +68,8 @@ def _as_replayed(problem: Problem, schedule: Schedule, replayed: Estimate | None
 
 
 def _headroom(keeps: Callable[[float], bool]) -> float:
-    """The last kept step up to the limit; headroom is mostly small, so small steps come first."""
-    low, high = 0, 1
+    """The last kept step up to the limit; headroom is mostly small, so smaller steps come first."""
+    low, high = 0, _FIRST
     while high <= _STEPS and keeps(_LIMIT * high / _STEPS):
         low, high = high, 2 * high
     while high - low > 1 and low < _STEPS:

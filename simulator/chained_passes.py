@@ -79,22 +79,24 @@ def chained(
         before = ends[k]
     number = numbers[_SETTLING - 1 : -1]
     count = numbers[_SETTLING:] - number
-    waits, firsts = [], []
+    interval = (begins[-1] - begins[_SETTLING]) / (_PASSES - 1 - _SETTLING)
+    waits, firsts, lengths = [], [], []
     for share in _PICKED:
         # One of those that came: when, the tokens up to its own, the passes that these fill, and its own ones.
         picked = np.minimum(number + (share * count).astype(int), _LENGTHS - 1)
         waits.append(begins[_SETTLING:] - (arrivals[picked + every * _LENGTHS] - every * _APART) / rate)
         tokens = queued[_SETTLING:] + summed[every, picked + 1] - summed[every, number]
+        length = summed[every, picked + 1] - summed[every, picked]
         behind = np.maximum(np.ceil(tokens / room[:, None]).astype(int) - 1, 0)
+        # Its next part is in its group's next pass.
+        behind += np.maximum(np.ceil(length / room[:, None]).astype(int) - 1, 0) * (groups[:, None] - 1)
         own = np.minimum(np.arange(_SETTLING, _PASSES)[:, None, None] + behind, _PASSES - 1)
-        more = summed[every, picked + 1] - summed[every, picked] - law.mean
-        there = taken[own, kinds, every]
-        longer = _between(there / law.mean, seconds) - _between(np.maximum(there - more, 0.0) / law.mean, seconds)
-        firsts.append(ends[own, -1, kinds, every] - stages * longer - begins[_SETTLING:])
-    return [
-        _of(np.array(waits)[:, :, kind], np.array(firsts)[:, :, kind], np.array([count[:, kind]] * len(_PICKED)))
-        for kind in range(len(seconds))
-    ]
+        beyond = np.arange(_SETTLING, _PASSES)[:, None, None] + behind - own
+        firsts.append(ends[own, -1, kinds, every] + beyond * interval - begins[_SETTLING:])
+        lengths.append(length - law.mean)
+    counts = np.array([count] * len(_PICKED))
+    found = [np.moveaxis(np.array(each), 2, 0) for each in (waits, firsts, lengths, counts)]
+    return [_of(*(each.ravel() for each in of_kind)) for of_kind in zip(*found, strict=True)]
 
 
 @lru_cache(maxsize=32)
@@ -120,11 +122,14 @@ def _between(prompts: Floats, seconds: Floats) -> Floats:
     return np.asarray(low + share * (high - low))
 
 
-def _of(waits: Floats, firsts: Floats, counts: Ints) -> Chained:
-    """Of requests that were picked from so many."""
-    waits, firsts, likely = waits.ravel(), firsts.ravel(), counts.ravel() / max(int(counts.sum()), 1)
-    first = float(likely @ firsts)
-    both = waits + firsts - first
+def _of(waits: Floats, firsts: Floats, lengths: Floats, counts: Ints) -> Chained:
+    """Of requests that were picked from so many; what their own `lengths` over the mean make of it is left out."""
+    likely = counts / max(int(counts.sum()), 1)
+    apart = lengths - float(likely @ lengths)
+    slope = float(likely @ (firsts * apart)) / max(float(likely @ apart**2), 1e-12)
+    alike = firsts - slope * lengths
+    first = float(likely @ alike)
+    both = waits + alike - first
     order = np.argsort(both)
     reached, mass = (np.append(0.0, np.cumsum(x[order])) for x in (likely, likely * both))
     edges = np.append(1 - np.geomspace(1, _LAST, _POINTS), 1.0)

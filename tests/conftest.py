@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -72,6 +73,21 @@ def profile() -> Profile:
 @pytest.fixture(scope="session")
 def cost(profile: Profile) -> CostModel:
     return CostModel(profile)
+
+
+_once = cache(cache)
+"""The same function that remembers, each time that one is asked for."""
+
+
+@pytest.fixture(scope="module")
+def rates_measured_once() -> Iterator[None]:
+    """The rates of this machine, two seconds at the begin of each profile and two at its end, by its process's first."""
+    from exeplan.profiler.measuring import device  # Imports torch.
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("copy_rate", "matrix_rate"):
+            patch.setattr(device, name, _once(getattr(device, name)))
+        yield
 
 
 @pytest.fixture

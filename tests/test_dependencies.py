@@ -34,6 +34,7 @@ def distributions(lines: list[str]) -> set[str]:
     return {name[0].lower() for name in names if name}
 
 
+@pytest.fixture(scope="module")
 def imported() -> dict[str, set[str]]:
     """The third-party modules, each with the rooms (`runner`, `planner`) that import it, lazily or not."""
     found: dict[str, set[str]] = defaultdict(set)
@@ -54,30 +55,33 @@ def imported() -> dict[str, set[str]]:
 
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 BASE = distributions(PROJECT["dependencies"])
-IMPORTED = imported()
 
 
-def test_imports_are_found() -> None:
-    assert {"numpy", "torch", "yaml", "uvicorn"} <= set(IMPORTED)
-    assert "runner" in IMPORTED["uvicorn"]
+def test_imports_are_found(imported: dict[str, set[str]]) -> None:
+    assert {"numpy", "torch", "yaml", "uvicorn"} <= set(imported)
+    assert "runner" in imported["uvicorn"]
 
 
-@pytest.mark.parametrize("module", sorted(set(IMPORTED) - COMES_WITH_TORCH))
-def test_a_module_that_is_imported_is_declared(module: str) -> None:
-    name = DISTRIBUTION_OF.get(module, module)
-    assert name in BASE or name in distributions(EXTRAS[EXTRA_OF[module]])
+def test_a_module_that_is_imported_is_declared(imported: dict[str, set[str]]) -> None:
+    undeclared = {
+        module
+        for module in set(imported) - COMES_WITH_TORCH
+        if (name := DISTRIBUTION_OF.get(module, module)) not in BASE
+        and name not in distributions(EXTRAS.get(EXTRA_OF.get(module, ""), []))
+    }
+    assert undeclared == set()
 
 
 @pytest.mark.parametrize("name", sorted(BASE | distributions(EXTRAS["serve"]) | distributions(EXTRAS["analysis"])))
-def test_a_distribution_that_is_declared_is_imported(name: str) -> None:
-    assert name in {DISTRIBUTION_OF.get(module, module) for module in IMPORTED}
+def test_a_distribution_that_is_declared_is_imported(name: str, imported: dict[str, set[str]]) -> None:
+    assert name in {DISTRIBUTION_OF.get(module, module) for module in imported}
 
 
-def test_rooms_that_only_plan_need_nothing_to_serve_with() -> None:
+def test_rooms_that_only_plan_need_nothing_to_serve_with(imported: dict[str, set[str]]) -> None:
     serving = {"runner", "kernels", "profiler"}
     wrong = {
         module: rooms - serving
-        for module, rooms in IMPORTED.items()
+        for module, rooms in imported.items()
         if EXTRA_OF.get(module) == "serve" and rooms - serving - {"commands"}
     }
     assert wrong == {}

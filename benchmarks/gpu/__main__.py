@@ -15,6 +15,7 @@ CUDA graphs and kernels: it checks that the command works and measures nothing. 
 
 import argparse
 import dataclasses
+import gc
 import sys
 import time
 import traceback
@@ -47,6 +48,7 @@ def main() -> int:
 
 def _run(args: argparse.Namespace, setting: Setting) -> int:
     began = time.monotonic()
+    gc.freeze()  # Each section gives memory back, and looks through what it has made itself.
     if setting.smoke:
         print("SMOKE: toy sizes on a CPU with stand-ins; none of these figures measures anything\n")
     ceilings = measure_ceilings(setting)

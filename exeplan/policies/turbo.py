@@ -11,6 +11,7 @@ all batches are what waits. The closed form serves a few queues of random reques
 that it sees. Not here: several micro-batches on a pipeline.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -167,7 +168,7 @@ class _Group(NamedTuple):
 def _groups(workload: Workload, size: int, overhead: int, waiting: int, first_tokens: int) -> tuple[_Group, ...]:
     """What the waiting requests are cut into, batches of like lengths taken together."""
     prompts = workload.input_law
-    seen = _batches_seen(prompts, size, overhead, waiting)
+    seen = _batches_seen(_told_apart(prompts, size, waiting), size, overhead, waiting)
     edges = np.append(0.0, prompts.cdf)
     groups = []
     for part, reached in _kinds(seen):
@@ -210,17 +211,33 @@ def _kinds(seen: _Seen) -> list[tuple[Ints, Floats]]:
     return [(part, np.append(0.0, np.cumsum(own))) for part, own in zip(parts, held, strict=True)]
 
 
-def _batches_seen(prompts: LengthLaw, size: int, overhead: int, queue: int) -> _Seen:
-    """What next_batch runs of queues of so many random requests; all of them together are even, so that their mean is
-    the law's."""
+def _queues(size: int, queue: int) -> tuple[int, int, int]:
+    """How many queues are looked at, how many wait in each of them, and how many of those make a batch."""
     waiting = min(queue, _TOLD_APART)
+    return max(_TOGETHER // waiting, _QUEUES), waiting, min(max(round(size * waiting / queue), 1), waiting)
+
+
+def _requests(size: int, queue: int) -> tuple[int, int]:
+    """The queues, and how many requests come in each until all batches have been seen."""
+    queues, waiting, of_batch = _queues(size, queue)
+    return queues, waiting + (_SETTLING + _SEEN) * of_batch
+
+
+def _told_apart(prompts: LengthLaw, size: int, queue: int) -> tuple[tuple[int, int], ...]:
+    """The prompts' lengths, and how many of the requests in all queues have each; all of them together are the law."""
+    total = math.prod(_requests(size, queue))
+    lengths, counts = np.unique(prompts.quantiles((np.arange(total) + 0.5) / total), return_counts=True)
+    return tuple(zip(lengths.tolist(), counts.tolist(), strict=True))
+
+
+@lru_cache(maxsize=64)  # Where answers get longer, prompts stay as they are.
+def _batches_seen(prompts: tuple[tuple[int, int], ...], size: int, overhead: int, queue: int) -> _Seen:
+    """What next_batch runs of queues of so many random requests; `prompts` as told apart."""
+    queues, waiting, of_batch = _queues(size, queue)
     each = queue / waiting
-    of_batch = min(max(round(size / each), 1), waiting)
-    queues = max(_TOGETHER // waiting, _QUEUES)
-    count = waiting + (_SETTLING + _SEEN) * of_batch
-    drawn = np.random.default_rng(0).permutation(queues * count).reshape(queues, count)
-    shares = (drawn + 0.5) / (queues * count)
-    lengths = prompts.quantiles(shares)
+    drawn = np.random.default_rng(0).permutation(math.prod(_requests(size, queue))).reshape(queues, -1)
+    shares = (drawn + 0.5) / drawn.size
+    lengths = np.repeat(*np.transpose(prompts))[drawn]
     # In order of arrival, which decides between equal lengths.
     numbers = np.tile(np.arange(waiting), (queues, 1))
     following = np.full((queues, 1), waiting)

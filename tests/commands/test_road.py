@@ -28,6 +28,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
+pytestmark = pytest.mark.usefixtures("rates_measured_once")
 VOCAB = 64
 NO_END = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 DECODER = {

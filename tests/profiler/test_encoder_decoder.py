@@ -20,6 +20,7 @@ from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.engine.engine import StepRecord
 from exeplan.simulator.cost import CostModel
 
+pytestmark = pytest.mark.usefixtures("rates_measured_once")
 CONFIG = {
     "model_type": "t5",
     "is_encoder_decoder": True,

@@ -17,6 +17,7 @@ from exeplan.profiler.measuring.lint import row_name
 from exeplan.profiler.profile_model import profile_model
 from exeplan.simulator.cost import CostModel
 
+pytestmark = pytest.mark.usefixtures("rates_measured_once")
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 32,

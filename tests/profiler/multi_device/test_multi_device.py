@@ -19,6 +19,7 @@ from exeplan.profiler.profile_model import profile_model
 from exeplan.runner.load import Load
 from exeplan.simulator.cost import CostModel
 
+pytestmark = pytest.mark.usefixtures("rates_measured_once")
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 32,

@@ -81,7 +81,7 @@ _once = cache(cache)
 
 @pytest.fixture(scope="module")
 def rates_measured_once() -> Iterator[None]:
-    """The rates of this machine, two seconds at the begin of each profile and two at its end, by its process's first."""
+    """The rates of this machine, which take two seconds at the begin of each profile and two at its end."""
     from exeplan.profiler.measuring import device  # Imports torch.
 
     with pytest.MonkeyPatch.context() as patch:

@@ -6,8 +6,7 @@ Slots: a request begins with the next pass that has a free slot. With n requests
 for admission, the schedule works as in its steady state with batches that hold n: it serves X(n) requests/s (Little's
 law gives the batch). Arrivals at rate r make n a birth-and-death chain, P(n) ~ prod r / X(k). For processor sharing,
 which iteration-level scheduling approximates, that is exact for any law of the lengths (Kelly 1979, section 3.3).
-Beyond full batches requests queue for one of many servers: the queue is 1 + c^2 over 2 times that of exponential
-lengths, c their coefficient of variation (Lee and Longton 1959).
+Beyond full batches requests queue for one of many servers (`_longer`).
 
     in service  a request shares the engine with n - 1 others for a part of its life proportional to n P(n), so its time
                 is the harmonic mean of the times at constant n under these weights
@@ -229,7 +228,8 @@ def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel
     lengths = (outputs.std / outputs.mean) ** 2
     spread = _spread(arrivals.variability, lengths, alike * float(sizes[-1]))
     chance = residents(alike * arrivals.rate, alike * sizes, alike * throughputs, spread=spread)
-    longer = (arrivals.variability + lengths) / 2
+    load = arrivals.rate / float(throughputs[-1])
+    longer = (arrivals.variability + lengths) / (1 + lengths) * _longer(lengths, alike * float(sizes[-1]), load)
     longer /= spread  # The chain spreads it already.
     number = np.arange(len(chance), dtype=float) / alike
     served = np.minimum(number, sizes[-1])
@@ -256,6 +256,18 @@ def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel
         harmonic=True,
     )
     return [each.of(point) for point, each in zip(points, passes, strict=True)], mix
+
+
+def _longer(lengths: float, servers: float, load: float) -> float:
+    """The queue for servers, over that of exponential lengths, of lengths with this squared coefficient of variation.
+
+    From the queue of lengths all alike, as Kimura has it (A two-moment approximation for the mean waiting time in the
+    GI/G/s queue, 1986); that is Cosmetatos's (Some approximate equilibrium results for the multiserver queue M/G/r,
+    1976). Half of 1 + c^2 with one server, and nearer to 1 with many, of which a long request blocks one alone.
+    """
+    idle = (1 - load) * (servers - 1) * (np.sqrt(4 + 5 * servers) - 2) / (16 * servers * load)
+    alike = min(0.5 * (1 + float(idle)), 1.0)
+    return (1 + lengths) / (2 * lengths + (1 - lengths) / alike)
 
 
 def _spread(variability: float, lengths: float, size: float) -> float:

@@ -376,8 +376,8 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/at_rate.py",
-        "longer = (arrivals.variability + lengths) / 2",
-        "longer = (arrivals.variability + 1) / 2",
+        "return (1 + lengths) / (2 * lengths + (1 - lengths) / alike)",
+        "return 1.0",
         "the queue is that of exponential lengths, whatever they are",
         ("tests/simulator/test_at_rate_by_hand.py",),
     ),

@@ -45,7 +45,7 @@ def prefill_factor_of(profile: Profile) -> float:
 def _by_phase(row: Measurement) -> Iterator[Measurement]:
     """Products of passes with prompts and of those without, which may have one row for both."""
     phases = ("prefill", "decode") if row.op in _PRODUCTS and not row.phase else (row.phase,)
-    yield from (replace(row, phase=phase) for phase in phases)
+    yield from (row if phase == row.phase else replace(row, phase=phase) for phase in phases)
 
 
 def _corrected_curve(curve: Sequence[Measurement], correction: Correction, profile: Profile) -> Iterator[Measurement]:

@@ -24,8 +24,8 @@ from exeplan.profiler.calibration.pooled_effects import (
     Evidence,
     PlacementName,
     Spread,
-    pooled_effects,
     theta_of,
+    thetas_of,
 )
 from exeplan.profiler.calibration.predict import predicted_by_passes, with_theta
 from exeplan.profiler.calibration.serving_run import ServingRun
@@ -155,11 +155,18 @@ def own_evidence(law: CalibrationLaw, runs: Mapping[PlacementName, Sequence[Obse
     """Of a deployment's own runs. Their errors have Student's law, as those of the law's runs had: of a run that lies
     far off what the others and the law say, as one that waits for memory that was predicted to be free, little is
     learned."""
-    weights = {name: np.ones((len(found), len(QUANTITIES))) for name, found in runs.items()}
+    before = thetas_of(list(runs), law.evidence, law.spread)  # The law's evidence stays as it is, the rounds long.
+    weights = [np.ones((len(found), len(QUANTITIES))) for found in runs.values()]
     for _ in range(_ROUNDS):
-        own = tuple(evidence_of(name, found, weights[name] / law.noise**2) for name, found in runs.items())
-        effects = pooled_effects([*law.evidence, *own], law.spread)
-        weights = {name: run_weights(left_squares(found, *effects.of(name)), law.noise) for name, found in runs.items()}
+        own = tuple(
+            evidence_of(name, found, weight / law.noise**2)
+            for (name, found), weight in zip(runs.items(), weights, strict=True)
+        )
+        thetas = before.after(own)
+        weights = [
+            run_weights(left_squares(found, thetas.means[n], thetas.covariances[n, :, n]), law.noise)
+            for n, found in enumerate(runs.values())
+        ]
     return own
 
 

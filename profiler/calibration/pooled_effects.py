@@ -18,6 +18,7 @@ a profile (`profiler/calibration`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -96,8 +97,37 @@ class Effects:
 
     def of(self, name: PlacementName) -> tuple[Floats, Floats]:
         """The mean [K] and the covariance [K, K] of a placement's theta. All its effects must be among the columns."""
-        chosen = [self.columns[level, name.key(level)] for level in LEVELS]
-        return self.means[chosen].sum(0), self.covariances[chosen][:, :, chosen].sum((0, 2))
+        thetas = self.thetas([name])
+        return thetas.means[0], thetas.covariances[0, :, 0]
+
+    def thetas(self, names: Sequence[PlacementName]) -> "Thetas":
+        """Of several placements, as `of`."""
+        design = np.zeros((len(names), len(self.columns)))
+        for row, name in zip(design, names, strict=True):
+            row[[self.columns[level, name.key(level)] for level in LEVELS]] = 1.0
+        covariances = np.einsum("ni,ikjl,mj->nkml", design, self.covariances, design, optimize=True)
+        return Thetas(design @ self.means, covariances)
+
+
+class Thetas(NamedTuple):
+    """Of some placements, jointly normal."""
+
+    means: Floats
+    """[placements, K]."""
+    covariances: Floats
+    """[placements, K, placements, K]."""
+
+    def after(self, found: Sequence[Evidence]) -> "Thetas":
+        """With more evidence, a piece for each placement: what `pooled_effects` of all evidence together says."""
+        size, before = self.means.size, self.means.ravel()
+        told = np.zeros(self.covariances.shape)
+        for number, one in enumerate(found):
+            told[number, :, number] = one.information
+        information, covariance = told.reshape(size, size), self.covariances.reshape(size, size)
+        covariance = np.linalg.solve(np.eye(size) + covariance @ information, covariance)
+        vector = np.concatenate([one.vector for one in found])
+        means = before + covariance @ (vector - information @ before)
+        return Thetas(means.reshape(self.means.shape), covariance.reshape(self.covariances.shape))
 
 
 def pooled_effects(found: Sequence[Evidence], spread: Spread) -> Effects:
@@ -119,6 +149,12 @@ def pooled_effects(found: Sequence[Evidence], spread: Spread) -> Effects:
 
 def theta_of(name: PlacementName, found: Sequence[Evidence], spread: Spread) -> tuple[Floats, Floats]:
     """The mean [K] and covariance [K, K] of a placement's theta, whether or not some of the evidence is of it."""
+    thetas = thetas_of([name], found, spread)
+    return thetas.means[0], thetas.covariances[0, :, 0]
+
+
+def thetas_of(names: Sequence[PlacementName], found: Sequence[Evidence], spread: Spread) -> Thetas:
+    """As `theta_of`, of several placements."""
     size = len(spread.variances[ALL])
-    nothing = Evidence(name=name, num_runs=0, information=np.zeros((size, size)), vector=np.zeros(size))
-    return pooled_effects([*found, nothing], spread).of(name)
+    nothing = [Evidence(name=n, num_runs=0, information=np.zeros((size, size)), vector=np.zeros(size)) for n in names]
+    return pooled_effects([*found, *nothing], spread).thetas(names)

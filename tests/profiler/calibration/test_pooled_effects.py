@@ -13,6 +13,7 @@ from exeplan.profiler.calibration.pooled_effects import (
     Spread,
     pooled_effects,
     theta_of,
+    thetas_of,
 )
 
 NAME = PlacementName(
@@ -54,6 +55,17 @@ def test_agrees_with_least_squares_of_runs_and_effects_together() -> None:
         told = np.array([(0.02 * i, -0.01 * i)[k] for i in range(len(found))])
         right = np.concatenate([told * np.sqrt(runs / NOISE), np.zeros(design.shape[1])])
         assert effects.means[:, k] == pytest.approx(np.linalg.lstsq(left, right)[0], abs=1e-9)
+
+
+def test_evidence_that_comes_later_says_what_it_says_together_with_the_rest() -> None:
+    known = [evidence(name, (0.02 * i, -0.01 * i), i + 1) for i, name in enumerate(names())]
+    new = [replace(NAME, model="c", tensor_parallel_size=size) for size in (1, 2)]
+    own = [evidence(name, (0.3, -0.2 * i), 2 + i) for i, name in enumerate(new)]
+    together, later = pooled_effects([*known, *own], SPREAD), thetas_of(new, known, SPREAD).after(own)
+    for number, name in enumerate(new):
+        mean, covariance = together.of(name)
+        assert later.means[number] == pytest.approx(mean, abs=1e-12)
+        assert later.covariances[number, :, number] == pytest.approx(covariance, abs=1e-12)
 
 
 def test_own_runs_move_a_placement_the_more_of_them_there_are() -> None:

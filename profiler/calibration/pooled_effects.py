@@ -123,8 +123,8 @@ class Thetas(NamedTuple):
         told = np.zeros(self.covariances.shape)
         for number, one in enumerate(found):
             told[number, :, number] = one.information
-        information, covariance = told.reshape(size, size), self.covariances.reshape(size, size)
-        covariance = np.linalg.solve(np.eye(size) + covariance @ information, covariance)
+        information, known = told.reshape(size, size), self.covariances.reshape(size, size)
+        covariance = np.linalg.solve(np.eye(size) + known @ information, known)
         vector = np.concatenate([one.vector for one in found])
         means = before + covariance @ (vector - information @ before)
         return Thetas(means.reshape(self.means.shape), covariance.reshape(self.covariances.shape))

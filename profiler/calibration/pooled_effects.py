@@ -124,7 +124,7 @@ class Thetas(NamedTuple):
         for number, one in enumerate(found):
             told[number, :, number] = one.information
         information, known = told.reshape(size, size), self.covariances.reshape(size, size)
-        covariance = np.linalg.solve(np.eye(size) + known @ information, known)
+        covariance = np.asarray(np.linalg.solve(np.eye(size) + known @ information, known), dtype=float)
         vector = np.concatenate([one.vector for one in found])
         means = before + covariance @ (vector - information @ before)
         return Thetas(means.reshape(self.means.shape), covariance.reshape(self.covariances.shape))

@@ -32,10 +32,14 @@ def write_record(name: str, figures: dict[str, Any], path: Path | None = None) -
 
 
 def _command() -> str:
-    """As it was typed from the repository's root, absolute paths left out."""
+    """As it was typed from the repository's root, paths that lead out of it left out."""
     spec = sys.modules["__main__"].__spec__
     module = spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).name
-    return " ".join(["python", "-m", module, *("PATH" if os.path.isabs(word) else word for word in sys.argv[1:])])
+    return " ".join(["python", "-m", module, *("PATH" if _leads_out(word) else word for word in sys.argv[1:])])
+
+
+def _leads_out(word: str) -> bool:
+    return os.path.isabs(word) or word.startswith("..")
 
 
 def _commit() -> str:

@@ -160,6 +160,7 @@ def test_every_point_yields_its_measurements(config, kind):
     assert rig.runner.cache.free_blocks == 64
 
 
+@pytest.mark.usefixtures("rates_measured_once")
 def test_a_profile_of_recordings_is_one_that_the_cost_model_reads(tmp_path: Path):
     output = tmp_path / "p.json"
     settings = {"budget_seconds": 2.0, "max_num_seqs": 8, "dummy_weights": True, "progress": False}

@@ -17,6 +17,7 @@ from exeplan.profiler.through_engine.driver import EngineDriver, with_layers
 from exeplan.profiler.through_engine.profile_engine import profile_engine
 from exeplan.simulator.cost import CostModel
 
+pytestmark = pytest.mark.usefixtures("rates_measured_once")
 REACH = Reach(max_num_seqs=16, max_context=512, max_num_tokens=1024, kv_tokens=16 * 640)
 STAND_IN = """
 import json, sys

@@ -34,7 +34,7 @@ from ..processes import PATIENCE, descendants
 SPEC = load_model_spec("demo")
 PIPELINE = (Stage(devices=(0,), layers=(0, 2)), Stage(devices=(1,), layers=(2, 6)))
 ALONE = (Stage(devices=(0,), layers=(0, 6)),)
-NUM_TOKENS = 200
+NUM_TOKENS = 100
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def plan(profile: Profile, tmp_path: Path) -> Plan:
         model="demo",
         schedule=Schedule("orca", {"max_num_seqs": 4, "micro_batches": 2}),
         placement=PIPELINE,
-        workload="fixed:in=20;out=200",
+        workload="fixed:in=20;out=100",
         profile=str(tmp_path / "p.json"),
         bound=Bound(seconds=20.0),
         kv_cache_tokens=8192,

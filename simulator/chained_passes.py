@@ -29,6 +29,8 @@ _LEAST_VARIABILITY = 0.01
 """Of gaps that are all alike, about."""
 _PICKED = (np.arange(3) + 0.5) / 3
 """Of those that came between two passes, by their place."""
+_LEAST_COME = 0.05
+"""Requests a pass: with fewer, too few would come while passes are looked at."""
 _POINTS, _LAST = 64, 1e-3
 """Shares of what is met, ever smaller towards this last one."""
 
@@ -58,6 +60,7 @@ def chained(
     summed, arrivals = _drawn(law, variability)
     kinds, every = np.arange(len(seconds))[:, None], np.arange(_CHAINS)
     shape = len(seconds), _CHAINS
+    rates = np.maximum(rate, _LEAST_COME / seconds[:, :1])
     ends = np.zeros((_PASSES, stages, *shape))
     begins, taken, queued = np.zeros((3, _PASSES, *shape))
     numbers, left, before = np.zeros((_PASSES, *shape), dtype=int), np.zeros(shape), ends[0]
@@ -67,7 +70,7 @@ def chained(
             own = np.maximum(k - groups, 0)
             begin = np.maximum(begin, np.where((k >= groups)[:, None], ends[own, -1, kinds[:, 0]], 0.0))
         # All chains in one search: each has its arrivals between two multiples of `_APART`.
-        come = np.searchsorted(arrivals, np.minimum(rate * begin, _APART) + every * _APART) - every * _LENGTHS
+        come = np.searchsorted(arrivals, np.minimum(rates * begin, _APART) + every * _APART) - every * _LENGTHS
         tokens = summed[every, come] - summed[every, numbers[k - 1]]
         begins[k], queued[k], numbers[k] = begin, left, come
         taken[k] = np.minimum(left + tokens, room[:, None])
@@ -84,7 +87,7 @@ def chained(
     for share in _PICKED:
         # One of those that came: when, the tokens up to its own, the passes that these fill, and its own ones.
         picked = np.minimum(number + (share * count).astype(int), _LENGTHS - 1)
-        waits.append(begins[_SETTLING:] - (arrivals[picked + every * _LENGTHS] - every * _APART) / rate)
+        waits.append(begins[_SETTLING:] - (arrivals[picked + every * _LENGTHS] - every * _APART) / rates)
         tokens = queued[_SETTLING:] + summed[every, picked + 1] - summed[every, number]
         length = summed[every, picked + 1] - summed[every, picked]
         behind = np.maximum(np.ceil(tokens / room[:, None]).astype(int) - 1, 0)

@@ -73,3 +73,9 @@ def test_prompts_beyond_the_room_of_a_pass_end_in_later_ones() -> None:
     assert tight.first > 1.3 * free.first
     assert (np.diff(tight.both) >= -1e-9).all()
     assert tight.shares.sum() == pytest.approx(1.0)
+
+
+def test_a_request_that_comes_alone_meets_passes_without_others() -> None:
+    found = met(rate=1e-4, prompt=0.02)
+    assert found.wait == pytest.approx(ALONE / 2, rel=0.2)
+    assert found.first == pytest.approx(ALONE + 0.02, rel=0.05)

@@ -119,9 +119,14 @@ class Plan:
         return sum(group.num_replicas for group in self.groups)
 
     @property
+    def has_arrivals(self) -> bool:
+        """Whether requests come at a rate or at the times of a trace, instead of waiting in a backlog."""
+        return self.trace_arrivals or self.arrival_rate is not None
+
+    @property
     def figures(self) -> dict[str, Estimate]:
-        """The closed form's and the replay's, as far as the plan has them; of a trace's arrivals the replay's."""
-        closed = {} if self.trace_arrivals and self.replay else {"closed form": self.estimate}
+        """The closed form's and the replay's, as far as the plan has them; where requests arrive the replay's."""
+        closed = {} if self.has_arrivals and self.replay else {"closed form": self.estimate}
         return {name: one for name, one in {**closed, "replay": self.replay}.items() if one is not None}
 
     def to_frame(self) -> Any:

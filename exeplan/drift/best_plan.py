@@ -66,7 +66,7 @@ def best_plan(
     law = cautious(observed, problem.workload, share=share, confidence=confidence)
     tight = problem.held_to(scaled(problem.bounds, [1 / slowdown] * len(problem.bounds)))
     effort = Effort(
-        rivals=_RIVALS, num_requests=_ARRIVING if problem.arrivals else None, close_ones=False, headroom=False
+        rivals=_RIVALS, num_requests=_ARRIVING if problem.arrivals else None, close_ones=False, report=False
     )
     own = plan.schedule.policy
     names = (*(name for name in policies if name == own), *(name for name in policies if name != own))

@@ -134,7 +134,7 @@ def _found(request: PlanRequest, policies: tuple[str, ...]) -> tuple[Found, bool
 
     def make(asked: Problem) -> Plan:
         arriving = _ARRIVING if asked.arrivals else None
-        effort = Effort(rivals=_RIVALS, num_requests=arriving, close_ones=False, headroom=False)
+        effort = Effort(rivals=_RIVALS, num_requests=arriving, close_ones=False, report=False)
         return optimize(asked, policies=policies, advise=False, effort=effort).plan
 
     problem = request.problem(request.cluster)

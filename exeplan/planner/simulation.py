@@ -23,11 +23,10 @@ from exeplan.planner.problems.replays import (
     kv_cache_tokens,
     replay_estimate,
     routed_estimate,
-    traced,
 )
 from exeplan.planner.problems.replicas import GroupFigures, together
 from exeplan.planner.reports.placement_text import show_copies
-from exeplan.planner.reports.report import NO_CLOSED_FORM, full_line
+from exeplan.planner.reports.report import OF_REPLAYS, full_line
 from exeplan.planner.reports.tables import group_table, html, html_table, notes_on, side_by_side, side_by_side_rows
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.routed import RoutedRun
@@ -63,7 +62,7 @@ class Simulation:
 
     @property
     def estimate(self) -> Estimate:
-        """The closed form's; the replay's where requests come at the times of a trace."""
+        """The closed form's; the replay's where requests arrive at a rate or at the times of a trace."""
         assert self.plan.estimate is not None
         return self.plan.estimate
 
@@ -139,7 +138,7 @@ class Simulation:
     def _remark(self) -> str:
         broken = f"the replay breaks the {self.broken_bound}" if self.broken_bound else ""
         lines = (
-            NO_CLOSED_FORM if traced(self.problem) else "",
+            OF_REPLAYS if self.problem.arrivals else "",
             *full_line(self.full),
             notes_on(replay=self.plan.replay).strip(),
             broken,
@@ -187,7 +186,7 @@ def simulate_plan(
     )
     filled = replace(
         with_headroom(replace(plan, replay=replayed), problems),
-        estimate=replayed if traced(problem) else together(estimates, [group.num_replicas for group in plan.groups]),
+        estimate=replayed if problem.arrivals else together(estimates, [group.num_replicas for group in plan.groups]),
         kv_cache_tokens=first.kv_cache_tokens,
         more_replicas=tuple(more),
         search={**plan.search, "replays": 1} if plan.search else plan.search,

@@ -241,7 +241,7 @@ def test_the_arrivals_of_a_trace_are_replayed_as_they_were(folder: Path, capsys:
     assert main(command(*options, workload="t.csv")) == 0
     text = capsys.readouterr().out
     assert "requests/s (as in the trace)" in text
-    assert "bursts have no closed form: all figures are of a replay" in text
+    assert "all figures are of replays" in text
     assert "  closed form" not in text
     plan = load_plan(folder / "plan.yaml")
     assert plan.trace_arrivals

@@ -17,8 +17,8 @@ from exeplan.planner.choice.pipelines import Pipelines, Proof, filled, keys_of, 
 from exeplan.planner.margins.margins import Margins, margins
 from exeplan.planner.problems.headroom import with_headroom
 from exeplan.planner.problems.problem import Problem
-from exeplan.planner.problems.ranking import Order, mean_estimate
-from exeplan.planner.problems.replays import FullBatches, full_batches, kv_cache_tokens, too_short, traced
+from exeplan.planner.problems.ranking import Order
+from exeplan.planner.problems.replays import FullBatches, full_batches, kv_cache_tokens, too_short
 from exeplan.planner.problems.replicas import GroupFigures, division_throughput, first_devices, together
 from exeplan.search.search import Result
 from exeplan.simulator.closed_form import steady_state
@@ -66,7 +66,7 @@ def solved(pipelines: Pipelines, division: Mapping[int, tuple[str, int]]) -> Opt
     plan = replace(
         plan,
         longest_stall=asdict(max(stalls, key=lambda stall: stall.seconds)),
-        estimate=proof.replayed if traced(pipelines.problem) else together(estimates, counts),
+        estimate=proof.replayed if pipelines.problem.arrivals else together(estimates, counts),
         # What the order counts, too: pipelines of unequal replicas may have unequal numbers of seeds.
         replay=proof.replayed
         if pipelines.problem.arrivals
@@ -77,7 +77,7 @@ def solved(pipelines: Pipelines, division: Mapping[int, tuple[str, int]]) -> Opt
             "replays": len(seeds),
         },
     )
-    if pipelines.effort.headroom:
+    if pipelines.effort.report:
         plan = with_headroom(plan, [one for one, _ in alone])
     assert plan.estimate is not None
     assert plan.replay is not None
@@ -159,40 +159,36 @@ def _candidate(pipelines: Pipelines, policy: str) -> Candidate:
     first, *more = _groups(pipelines, division, keys)
     estimates = [one for key in keys if (one := pipelines.found[key].estimate) is not None]
     proved = all(key in pipelines.proofs for key in keys)
-    if traced(pipelines.problem):
-        return _traced(pipelines, keys[0], first, _added(pipelines.found[keys[0]].search, searches))
-    replayed = pipelines.proofs[keys[0]].replayed.throughput if proved and pipelines.problem.arrivals else None
-    if pipelines.problem.arrivals and not proved and max(utilizations(pipelines.problem.bounds, estimates[0])) > 1:
-        bound, share = binding(pipelines.problem.bounds, estimates[0]) or (pipelines.problem.bound, 0.0)
-        refusal = f"{policy} needs {show_seconds(share * bound.seconds)} {bound.name} at this rate"
-        return replace(pipelines.found[keys[0]], schedule=None, refusal=refusal)
+    if pipelines.problem.arrivals and (proved or pipelines.effort.report):
+        return _at_rate(pipelines, keys[0], first, _added(pipelines.found[keys[0]].search, searches))
     return replace(
         pipelines.found[keys[0]],
         estimate=together(estimates, [first.num_replicas, *(group.num_replicas for group in more)]),
         search=_added(pipelines.found[keys[0]].search, searches),
         replicas=first.first_devices,
         more_replicas=tuple(more),
-        replayed=pipelines.throughput(division) if proved and not pipelines.problem.arrivals else replayed,
+        replayed=pipelines.throughput(division) if proved else None,
     )
 
 
-def _traced(pipelines: Pipelines, key: Key, group: ReplicaGroup, search: Result | None) -> Candidate:
-    """A policy's best pipeline under the arrivals of a trace: what the replay of all its replicas says."""
+def _at_rate(pipelines: Pipelines, key: Key, group: ReplicaGroup, search: Result | None) -> Candidate:
+    """A policy's best pipeline where requests arrive: what the replay of all its replicas says."""
     found, bounds = replace(pipelines.found[key], search=search), pipelines.problem.bounds
-    assert found.estimate is not None
-    placed = placed_at(pipelines.parts[key[0]], group.placement)
-    _, replays = pipelines.replays.of(placed, group.schedule, found.estimate, replicas=group.num_replicas)
-    replayed = mean_estimate(replays)
-    if key not in pipelines.proofs and (full := binding(bounds, replayed)) and full[1] > 1:
-        bound, share = full
-        refusal = f"{key[1]} needs {show_seconds(share * bound.seconds)} {bound.name} in the replay of the trace"
-        return replace(found, schedule=None, refusal=refusal)
+    if key in pipelines.proofs:
+        replayed = pipelines.proofs[key].replayed
+    else:
+        placed = placed_at(pipelines.parts[key[0]], group.placement)
+        replayed = pipelines.replays.told(placed, group.schedule, replicas=group.num_replicas)
+        bound, share = binding(bounds, replayed) or (pipelines.problem.bound, 0.0)
+        if share > 1:
+            refusal = f"{key[1]} needs {show_seconds(share * bound.seconds)} {bound.name} at this rate, by its replay"
+            return replace(found, schedule=None, refusal=refusal)
     return replace(found, estimate=replayed, replicas=group.first_devices, replayed=replayed.throughput)
 
 
 def unreplayed(pipelines: Pipelines) -> list[Key]:
-    """Of the arrivals of a trace: each policy's best pipeline that no replay has told of."""
-    if not traced(pipelines.problem):
+    """Where requests arrive: each policy's best pipeline that no replay has told of."""
+    if not (pipelines.problem.arrivals and pipelines.effort.report):
         return []
     best = [pipelines.best([policy]) for policy in pipelines.policies]
     return [key for division in best for key in keys_of(division) if key not in pipelines.proofs]
@@ -203,9 +199,8 @@ def tell(pipelines: Pipelines, key: Key) -> None:
     found = pipelines.found[key]
     assert found.schedule is not None
     assert found.placement is not None
-    assert found.estimate is not None
     placed = placed_at(pipelines.parts[key[0]], found.placement)
-    pipelines.replays.of(placed, found.schedule, found.estimate, replicas=pipelines.count(key[0]))
+    pipelines.replays.told(placed, found.schedule, replicas=pipelines.count(key[0]))
 
 
 def _refused(
@@ -281,7 +276,7 @@ def last_resort(pipelines: Pipelines) -> Optimum:
     placed = placed_at(part, best.placement)
     schedule = pipelines.problem.schedule(best.policy, best.search.lowest_latency.point)
     estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
-    run, replays = pipelines.replays.of(placed, schedule, estimate, replicas=pipelines.count(key[0]))
+    run, replays = pipelines.replays.of(placed, schedule, replicas=pipelines.count(key[0]))
     winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
     margin = pipelines.margin
     if pipelines.risk:

@@ -30,9 +30,6 @@ from exeplan.planner.choice.seeded_replays import MOST_ADDED, Replays
 from exeplan.planner.margins.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import MOST_SEEDS, Order, behind, mean_estimate
-from exeplan.planner.problems.replays import (
-    traced,
-)
 from exeplan.planner.problems.replicas import (
     Division,
     best_division,
@@ -69,8 +66,8 @@ class Effort:
     """Of each replay; None for as many as a steady state needs."""
     close_ones: bool = True
     """Replay also what the closed form may have put behind the winner by its error, and with further seeds."""
-    headroom: bool = True
-    """Compute the plan's headroom."""
+    report: bool = True
+    """Compute what is told beside the plan: its headroom, and replays of the policies that lose at a rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +248,7 @@ class Pipelines:
         assert winner.placement is not None
         part = self.parts[size]
         placed = placed_at(part, winner.placement)
-        assert winner.estimate is not None
-        run, replays = self.replays.of(placed, winner.schedule, winner.estimate, replicas=self.count(size))
+        run, replays = self.replays.of(placed, winner.schedule, replicas=self.count(size))
         proof = Proof(run=run, replays=replays, margin=self.margin)
         if self.risk:
             try:
@@ -451,9 +447,9 @@ def _misjudged(problem: Problem, winner: Candidate, replayed: Estimate) -> bool:
 
 def filled(problem: Problem, winner: Candidate, proof: Proof) -> list[float]:
     """The utilization of each bound: the larger of the replays' and the closed form's, with the margin if there is
-    one; of a trace that comes at its own times the replay's."""
+    one; where requests arrive the replays' alone."""
     assert winner.estimate is not None
     values = proof.margin.values if proof.margin else [0.0] * len(problem.bounds)
     replays = utilizations(problem.bounds, proof.replayed)
-    predicted = replays if traced(problem) else utilizations(problem.bounds, winner.estimate)
+    predicted = replays if problem.arrivals else utilizations(problem.bounds, winner.estimate)
     return [max(full, share * (1 + value)) for full, share, value in zip(replays, predicted, values, strict=True)]

@@ -36,8 +36,8 @@ from exeplan.planner.margins.deployments import correction_law, deployment_law, 
 from exeplan.planner.margins.risk import ErrorLaw, compound, error_law
 from exeplan.planner.margins.sampling_error import sampling_error
 from exeplan.planner.problems.problem import Problem
-from exeplan.planner.problems.ranking import MOST_SEEDS
-from exeplan.planner.problems.replays import replay_estimate, traced
+from exeplan.planner.problems.ranking import MOST_SEEDS, mean_estimate
+from exeplan.planner.problems.replays import replay_estimate
 from exeplan.policies import load_policy
 
 _SEEDS = 8
@@ -102,8 +102,9 @@ def margins(problem: Problem, schedule: Schedule, risk: Risk, *, seed: int) -> M
 
     Raises Infeasible as `sampling_error` does.
     """
-    # Of a trace the replay itself is what is promised.
-    laws, remarks = [] if traced(problem) else [_replay_laws(problem, schedule, seed=seed)], []
+    laws, remarks = [_replay_laws(problem, schedule, seed=seed)], []
+    if problem.arrivals and problem.arrivals.of_trace:  # Its one replay is what is promised.
+        laws = []
     if sampled := sampling_error(problem, schedule, risk=risk.share, seed=seed):
         laws.append([_with_throughput(law, sampled.throughput) for law in sampled.laws])
     else:
@@ -145,15 +146,18 @@ def _deployment_laws(problem: Problem, risk: Risk) -> list[ErrorLaw | None]:
 
 
 def _replay_laws(problem: Problem, schedule: Schedule, *, seed: int) -> list[ErrorLaw | None]:
-    predicted = values_of(problem.bounds, problem.estimate(schedule))
+    """Of replays over the closed form, or where requests arrive, and a replay is promised, over their mean."""
     fresh = seed + MOST_SEEDS  # Those before may have selected it.
     runs = [replay_estimate(problem, schedule, seed=fresh + number, record_passes=False)[1] for number in range(_SEEDS)]
+    promised = mean_estimate(runs) if problem.arrivals else problem.estimate(schedule)
+    predicted = values_of(problem.bounds, promised)
     replayed = [values_of(problem.bounds, run) for run in runs]
+    by = "chance" if problem.arrivals else "closed form"
     laws: list[ErrorLaw | None] = []
     for number in range(len(problem.bounds)):
         ratios = [ratio for run in replayed if (ratio := _ratio(run[number], predicted[number]))]
         ratios = ratios * 2 if len(ratios) == 1 else ratios
-        laws.append(error_law(ratios, f"closed form: {len(runs)} replays of the winner") if ratios else None)
+        laws.append(error_law(ratios, f"{by}: {len(runs)} replays of the winner") if ratios else None)
     return laws
 
 

@@ -1,7 +1,7 @@
 """Headroom: by how much output lengths or the arrival rate may rise before a plan breaks a bound, by the closed form.
 
-Under the arrivals of a trace the closed form is of a Poisson stream, so that its bounds are scaled by what its figures
-are to those of the replay: at the rate of the trace itself both say the same.
+Where requests arrive, its bounds are scaled by what its figures are to those of the replay: at the rate itself both say
+the same. Of the arrivals of a trace it takes those of a Poisson stream.
 """
 
 import math
@@ -20,7 +20,7 @@ _LIMIT, _STEPS, _FIRST = 4.0, 1024, 16
 def with_headroom(plan: Plan, alone: Sequence[Problem]) -> Plan:
     """The plan with its headroom, the least of its groups of replicas; `alone` are the problems of one of each.
 
-    Under the arrivals of a trace the plan has its replay already.
+    Where requests arrive, the plan has its replay already.
     """
 
     def least(headroom: Callable[[Problem, Schedule], float | None]) -> float | None:
@@ -61,7 +61,7 @@ def rate_headroom(problem: Problem, schedule: Schedule) -> float | None:
 
 def _as_replayed(problem: Problem, schedule: Schedule, replayed: Estimate | None) -> Problem:
     """The problem with bounds that the closed form uses as far as the replay uses those asked for."""
-    if problem.arrivals is None or not problem.arrivals.of_trace or replayed is None:
+    if problem.arrivals is None or replayed is None:
         return problem
     pairs = zip(values_of(problem.bounds, problem.estimate(schedule)), values_of(problem.bounds, replayed), strict=True)
     return problem.held_to(scaled(problem.bounds, [one / two if one and two else 1.0 for one, two in pairs]))

@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 
 from exeplan.core.bounds import MAX_ITL
-from exeplan.core.schedule import Estimate
+from exeplan.core.schedule import Estimate, Figure
 
 CONFIDENCE = 0.95
 MOST_SEEDS = 8
-# Quantiles of Student's law that leave 2.5 % on either side, for 1, 2 ... degrees of freedom; importing scipy for them
-# takes as long as a small search.
+# Quantiles of Student's law that leave 2.5 % or 5 % on either side, for 1, 2 ... degrees of freedom; importing scipy
+# for them takes as long as a small search.
 _STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
-
+_STUDENT_90 = (6.314, 2.92, 2.353, 2.132, 2.015, 1.943, 1.895)
 
 FAR = 0.5
 """A single replay that uses no bound by more than this proves them, chance would have to double it; one that exceeds a
@@ -80,11 +80,11 @@ def behind(best: Sequence[float], other: Sequence[float]) -> tuple[float, float]
     return float(less.mean()), half_interval(less.tolist())
 
 
-def half_interval(values: Sequence[float]) -> float:
+def half_interval(values: Sequence[float], quantiles: Sequence[float] = _STUDENT) -> float:
     """Half the width of the interval of their mean; infinite for a single one."""
     if len(values) < 2:
         return math.inf
-    return _STUDENT[len(values) - 2] * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return quantiles[len(values) - 2] * float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
 def decided(replays: Sequence[Sequence[float]]) -> bool:
@@ -111,7 +111,7 @@ def certainly_broken(by_bound: Sequence[Sequence[float]]) -> bool:
 def mean_estimate(replays: Sequence[Estimate]) -> Estimate:
     """The mean of replays with several seeds, in every figure but the longest gap; one that a replay lacks is None.
 
-    Of several, intervals within one of them say nothing, and are left out.
+    Intervals are those of the mean, at 90 % as within a replay.
     """
     if len(replays) == 1:
         return replays[0]
@@ -124,4 +124,12 @@ def mean_estimate(replays: Sequence[Estimate]) -> Estimate:
     figures: dict[str, Any] = {name: mean([getattr(one, name) for one in replays]) for name in names}
     values = {name: [one.percentiles[name] for one in replays] for name in replays[0].percentiles}
     percentiles = {name: max(each) if name == MAX_ITL else mean(each) for name, each in values.items()}
-    return replace(replays[0], **figures, percentiles=percentiles, evidence={})
+    evidence = {}
+    for name in replays[0].evidence:
+        each = values[name] if name in values else [getattr(one, name) for one in replays]
+        if name != MAX_ITL and None not in each:
+            middle, half = mean(each), half_interval(each, _STUDENT_90)
+            evidence[name] = Figure(
+                value=middle, low=middle - half, high=middle + half, num_observations=len(replays), of="replays"
+            )
+    return replace(replays[0], **figures, percentiles=percentiles, evidence=evidence)

@@ -26,9 +26,9 @@ _LEAST_GENERATIONS = 2
 _MOST_ARRIVING = 10_000
 """Most requests of a replay with arrivals; of a trace replayed at its own times the first ones."""
 _MOST_ROUTED = 40_000
-"""The same of all replicas together."""
+"""The same of all replicas together, and where many are held."""
 _FILLS = 10
-"""Requests of a replay over those that the replicas hold: its first tenth, which does not count, fills them."""
+"""Requests of a replay over those that are held at once: its first tenth, which does not count, fills the batches."""
 _LONG_REQUESTS = 4
 """Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
 
@@ -66,10 +66,11 @@ def replay_estimate(
     seed: int,
     num_requests: int | None = None,
     kv_tokens: int | None = None,
+    length: float = 1.0,
     record_passes: bool = True,
 ) -> tuple[Run, Estimate]:
     """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` sets the size of the KV cache,
-    and without `record_passes` the run has no passes.
+    and without `record_passes` the run has no passes. `length` is the share of the usual requests where they arrive.
 
     With an arrival rate, requests arrive at it and their waiting counts; a trace is replayed at its own times.
     """
@@ -83,7 +84,7 @@ def replay_estimate(
         inputs, outputs = problem.workload.sample(n, seed=seed)
     arrivals = None
     if problem.arrivals:
-        n = num_requests or _arriving_requests(problem.arrivals, steady.throughput)
+        n = num_requests or _lone_requests(problem.arrivals, steady, length)
         inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
     due = problem.workload.deadlines
     num_blocks = (kv_tokens or kv_cache_tokens(problem, schedule)) // BLOCK_SIZE
@@ -108,11 +109,6 @@ def replay_estimate(
     )
 
 
-def traced(problem: Problem) -> bool:
-    """Whether requests come at the times of a trace: no law has its bursts, so that replays are what is told."""
-    return problem.arrivals is not None and problem.arrivals.of_trace
-
-
 def too_short(problem: Problem, schedule: Schedule) -> str:
     """Why the longest replay of a schedule under a backlog is too short to prove it, as a sentence; '' where it is
     not."""
@@ -131,6 +127,13 @@ def _generations(problem: Problem, steady: SteadyState) -> float:
     return float(4 * rate * steady.bound_latency("p99-length") + 4 * steady.cycle.num_seqs)
 
 
+def _lone_requests(arrivals: Arrivals, steady: SteadyState, length: float) -> int:
+    """Enough to fill a pipeline, and for its queue to reach its steady length."""
+    n = int(length * _arriving_requests(arrivals, steady.throughput))
+    held = steady.cycle.num_seqs * min(1.0, arrivals.rate / steady.throughput)
+    return n if arrivals.of_trace else int(min(max(n, _FILLS * held), _MOST_ROUTED))
+
+
 def _arriving_requests(arrivals: Arrivals, capacity: float) -> int:
     """Enough for the queue to reach its steady length, which takes longer near the engine's capacity."""
     if arrivals.of_trace:
@@ -146,15 +149,17 @@ def routed_estimate(
     *,
     seed: int,
     num_requests: int | None = None,
+    length: float = 1.0,
     record_passes: bool = True,
 ) -> tuple[RoutedRun, Estimate]:
-    """A replay of all replicas behind the router, under the arrivals of `problem`, and the Estimate of all requests.
+    """A replay of all replicas behind the router, under the arrivals of `problem`, and the Estimate of all requests;
+    `length` as of `replay_estimate`.
 
     Each group comes with the problem of one of its replicas. KV cache tokens are added, memory is that of the fullest
     GPU.
     """
     assert problem.arrivals is not None
-    n = num_requests or _routed_requests(problem.arrivals, groups, router)
+    n = num_requests or _routed_requests(problem.arrivals, groups, router, length)
     inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
     placed = [(one, group.schedule) for one, group in groups for _ in range(group.num_replicas)]
     due = problem.workload.deadlines
@@ -193,7 +198,9 @@ def _replica(problem: Problem, group: ReplicaGroup) -> Replica:
     return Replica(schedule=group.schedule, cost=problem.cost, num_blocks=tokens // BLOCK_SIZE, capacity=group.capacity)
 
 
-def _routed_requests(arrivals: Arrivals, groups: Sequence[tuple[Problem, ReplicaGroup]], router: str) -> int:
+def _routed_requests(
+    arrivals: Arrivals, groups: Sequence[tuple[Problem, ReplicaGroup]], router: str, length: float
+) -> int:
     """Enough for all replicas to fill up, and for their queues to reach their steady lengths: one queue together where
     the router looks at them, one each otherwise.
 
@@ -210,7 +217,7 @@ def _routed_requests(arrivals: Arrivals, groups: Sequence[tuple[Problem, Replica
         seconds = mean.ttft + mean.tpot * (problem.workload.mean_output - 1)
         held += group.num_replicas * problem.arrivals.rate * seconds
     queues = 1 if router == ROUTERS[0] else number
-    return int(min(max(queues * _arriving_requests(arrivals, capacity), _FILLS * held), _MOST_ROUTED))
+    return int(min(max(length * queues * _arriving_requests(arrivals, capacity), _FILLS * held), _MOST_ROUTED))
 
 
 def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:

@@ -15,7 +15,7 @@ from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.candidates import Candidate
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import CONFIDENCE, FAR, certain, half_interval
-from exeplan.planner.problems.replays import FullBatches, traced
+from exeplan.planner.problems.replays import FullBatches
 from exeplan.planner.reports.placement_text import show_copies, show_group, show_placement
 from exeplan.planner.reports.tables import group_table, side_by_side, table
 from exeplan.policies import load_policy
@@ -24,7 +24,7 @@ from exeplan.units import show_bytes, show_seconds
 
 _NOTICED = 1.0
 """Seconds between two tokens from which a reader takes a stream for stuck."""
-NO_CLOSED_FORM = "bursts have no closed form: all figures are of a replay"
+OF_REPLAYS = "all figures are of replays"
 """Of the arrivals of a trace."""
 IN_REPLAY = "in the replay"
 """By which figure a bound is used, of a plan without margins."""
@@ -316,9 +316,8 @@ def _rate_lines(problem: Problem, plan: Plan) -> list[str]:
     if problem.arrivals is None or plan.rate_headroom is None:
         return []
     more = 100 * plan.rate_headroom
-    replayed = f"; {NO_CLOSED_FORM}" if traced(problem) else ""
     return [
-        f"arrivals: {problem.arrivals}; times count from the arrival, the wait for a slot included{replayed}",
+        f"arrivals: {problem.arrivals}; times count from the arrival, the wait for a slot included; {OF_REPLAYS}",
         *([f"all {plan.num_replicas} replicas are replayed behind the router"] if plan.num_replicas > 1 else []),
         f"rate headroom: the bounds hold until the rate is {more:.0f} % higher (the schedule is the one with the most "
         "headroom)",
@@ -348,7 +347,7 @@ def _risk_lines(plan: Plan) -> list[str]:
 
 
 def _promised_by(plan: Plan) -> str:
-    return "the replay of the trace" if plan.trace_arrivals else "the closed form"
+    return "the replay" if plan.has_arrivals else "the closed form"
 
 
 def _shown_part(part: Mapping[str, Any]) -> str:

@@ -74,7 +74,7 @@ def group_table(groups: Sequence[GroupFigures]) -> str:
 
 
 def side_by_side(**columns: Estimate | None) -> str:
-    """Estimates side by side, one column each; columns that are None are left out."""
+    """Estimates side by side, one column each; columns that are None are left out. A single one has its intervals."""
     return table(*side_by_side_rows(**columns))
 
 
@@ -84,7 +84,19 @@ def side_by_side_rows(**columns: Estimate | None) -> tuple[list[str], list[tuple
     rows = list(zip(ESTIMATE_ROWS, *present.values(), strict=True))
     estimates = [e for e in columns.values() if e is not None]
     due = any(e.deadline_share is not None for e in estimates)
-    return ["", *present], [*(rows if due else rows[:-2]), *_bound_rows(estimates)]
+    rows = [*(rows if due else rows[:-2]), *_bound_rows(estimates)]
+    if len(estimates) == 1 and estimates[0].evidence:
+        return ["", *present, "90 % interval"], [(*row, _interval(row[0], estimates[0])) for row in rows]
+    return ["", *present], rows
+
+
+def _interval(label: str, estimate: Estimate) -> str:
+    """Of the figure of a row; `-` where it has none."""
+    key = dict((*_COMPARED, *_DUE, *_KEPT)).get(label, label)
+    figure = estimate.evidence.get(key)
+    if figure is None or figure.low is None or figure.high is None:
+        return "-"
+    return f"{_show(key, figure.low)} to {_show(key, figure.high)}"
 
 
 def _bound_rows(estimates: Sequence[Estimate]) -> list[tuple[str, ...]]:

@@ -14,7 +14,19 @@ PACKAGE = Path(exeplan.__file__).parent
 
 ORDER = (
     # Leaves: they import nothing of ours but each other.
-    ("arrays", "errors", "extras", "figures", "garbage", "units", "files", "plain_yaml", "progress", "version"),
+    (
+        "arrays",
+        "errors",
+        "extras",
+        "figures",
+        "forked",
+        "garbage",
+        "units",
+        "files",
+        "plain_yaml",
+        "progress",
+        "version",
+    ),
     ("workload",),
     ("core.models",),
     ("core",),

@@ -21,6 +21,7 @@ from exeplan.planner.problems.replays import (
     arrived_estimate,
     full_batches,
     kv_cache_tokens,
+    promised,
     replay_estimate,
     routed_estimate,
 )
@@ -186,7 +187,9 @@ def simulate_plan(
     )
     filled = replace(
         with_headroom(replace(plan, replay=replayed), problems),
-        estimate=replayed if problem.arrivals else together(estimates, [group.num_replicas for group in plan.groups]),
+        estimate=promised(replayed, estimates[0])
+        if problem.arrivals
+        else together(estimates, [group.num_replicas for group in plan.groups]),
         kv_cache_tokens=first.kv_cache_tokens,
         more_replicas=tuple(more),
         search={**plan.search, "replays": 1} if plan.search else plan.search,

@@ -144,7 +144,7 @@ def solve(request: PlanRequest, *, told: Told = SILENT) -> Solution:
         # More of the pipelines that were searched: larger ones hardly ever sustain more a GPU.
         largest = max(request.cluster.num_gpus, request.whole.gpus_per_node)
         # Of what is only advised a first replay decides.
-        effort = Effort(largest=largest if error.reached else None, close_ones=False, report=False)
+        effort = Effort(largest=largest if error.reached else None, close_ones=False, one_replica=True, report=False)
         solve_again = partial(best, effort=effort)
         raise with_more_gpus(error, problem, request.whole, solve_again, policies, more) from None
     return Solution(request=request, problem=request.problem(request.cluster), optimum=optimum, known=known)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible
 from exeplan.planner.choice import seeded_replays
 from exeplan.planner.choice.answers import Optimum
-from exeplan.planner.problems.replays import routed_estimate
+from exeplan.planner.problems.replays import replay_estimate, routed_estimate
 from exeplan.planner.sizing import Tried, fewest_gpus, never_worse, sizes, sizes_table, tried_size
 from exeplan.planner.solution import Solution
 from exeplan.progress import Told
@@ -90,22 +91,28 @@ def test_the_fewest_gpus_that_suffice_are_advised_and_suffice(folder: Path, caps
     refusal(capsys, "--gpus", str(int(advised[1]) - 1), *asked)
 
 
-def test_what_is_only_advised_is_replayed_once(
+def test_what_is_only_advised_is_replayed_once_by_one_replica(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seeds: list[object] = []
+    alone: list[object] = []
+    together: list[object] = []
 
-    def counted(*args: object, **options: object) -> object:
-        seeds.append(options["seed"])
-        return routed_estimate(*args, **options)  # type: ignore[arg-type]
+    def counted(replays: Callable[..., object], seeds: list[object]) -> Callable[..., object]:
+        def counting(*args: object, **options: object) -> object:
+            seeds.append(options["seed"])
+            return replays(*args, **options)
 
-    monkeypatch.setattr(seeded_replays, "routed_estimate", counted)
+        return counting
+
+    monkeypatch.setattr(seeded_replays, "replay_estimate", counted(replay_estimate, alone))
+    monkeypatch.setattr(seeded_replays, "routed_estimate", counted(routed_estimate, together))
+    monkeypatch.setattr("exeplan.forked.num_processes", lambda: 1)
     load = ["--arrival-rate", "180", "--latency-bound", "70ms"]
     assert "suffice" in refusal(capsys, *load, "--gpus", "1")
-    assert seeds
-    assert set(seeds) == {0}
+    assert set(alone) == {0}
+    assert not together
     assert main(command(*load, "--gpus", "auto")) == 0
-    assert len(set(seeds)) > 1
+    assert len(set(together)) > 1
 
 
 def test_the_rate_that_a_refusal_names_is_sustained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from exeplan.planner.margins.margins import Margins, margins
 from exeplan.planner.problems.headroom import with_headroom
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import Order
-from exeplan.planner.problems.replays import FullBatches, full_batches, kv_cache_tokens, too_short
+from exeplan.planner.problems.replays import FullBatches, full_batches, kv_cache_tokens, promised, too_short
 from exeplan.planner.problems.replicas import GroupFigures, division_throughput, first_devices, together
 from exeplan.search.search import Result
 from exeplan.simulator.closed_form import steady_state
@@ -66,7 +66,7 @@ def solved(pipelines: Pipelines, division: Mapping[int, tuple[str, int]]) -> Opt
     plan = replace(
         plan,
         longest_stall=asdict(max(stalls, key=lambda stall: stall.seconds)),
-        estimate=proof.replayed if pipelines.problem.arrivals else together(estimates, counts),
+        estimate=promised(proof.replayed, estimates[0]) if pipelines.problem.arrivals else together(estimates, counts),
         # What the order counts, too: pipelines of unequal replicas may have unequal numbers of seeds.
         replay=proof.replayed
         if pipelines.problem.arrivals
@@ -194,13 +194,15 @@ def unreplayed(pipelines: Pipelines) -> list[Key]:
     return [key for division in best for key in keys_of(division) if key not in pipelines.proofs]
 
 
-def tell(pipelines: Pipelines, key: Key) -> None:
-    """Replays a pipeline for what is told of its policy."""
-    found = pipelines.found[key]
-    assert found.schedule is not None
-    assert found.placement is not None
-    placed = placed_at(pipelines.parts[key[0]], found.placement)
-    pipelines.replays.told(placed, found.schedule, replicas=pipelines.count(key[0]))
+def tell(pipelines: Pipelines, keys: Sequence[Key]) -> None:
+    """Replays pipelines for what is told of their policies."""
+    told = []
+    for key in keys:
+        found = pipelines.found[key]
+        assert found.schedule is not None
+        assert found.placement is not None
+        told.append((placed_at(pipelines.parts[key[0]], found.placement), found.schedule, pipelines.count(key[0])))
+    pipelines.replays.tell(told)
 
 
 def _refused(

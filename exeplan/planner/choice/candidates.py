@@ -4,17 +4,17 @@ Not here: which of them is planned, which their replays decide (`optimize.py`).
 """
 
 import math
-import os
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from importlib import import_module
-from multiprocessing import get_all_start_methods, get_context
+from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 from exeplan.core.schedule import Estimate, Placement, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
+from exeplan.forked import num_processes
 from exeplan.planner.choice.infeasible import policy_refusal
 from exeplan.planner.choice.search_progress import Counter, Message, SearchProgress, Tell, tell_nothing
 from exeplan.planner.choice.search_space import Outcomes, search_variants
@@ -310,14 +310,7 @@ def num_workers(problem: Problem, policies: Sequence[str]) -> int:
     """Processes that search at once: one where there is little to search."""
     if problem.cluster is None or problem.cluster.num_gpus == 1:
         return 1
-    return min(len(policies), _num_workers())
-
-
-def _num_workers() -> int:
-    """Processes that may search at once; 1 on a system without fork, as the problem is passed by the fork."""
-    if "fork" not in get_all_start_methods():
-        return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(len(policies), num_processes())
 
 
 _shared: list[tuple[Problem, Mapping[int, Problem], Known, "SimpleQueue[Message]"]] = []

@@ -6,7 +6,7 @@ throughput of its replay: pipelines are replayed, the most promising first, unti
 If a replay breaks a bound, that search is repeated under bounds tightened by the overshoot, so that every promise was
 replayed.
 
-With an arrival rate, the winner is what sustains the highest rate within the bounds: the most headroom; replicas are
+With an arrival rate, the winner is what sustains the highest rate within the bounds by the closed form; replicas are
 then equal. With a stated risk the bounds are tightened by margins (`margins.py`).
 """
 
@@ -66,10 +66,9 @@ def optimize(
         )
         pipelines.replay(next_one)
     if division and pipelines.throughput(division) >= problem.min_throughput:
-        for key in unreplayed(pipelines):
-            number += 1
-            told(f"replay {number} ({key[1]})", 1 - (1 - _SEARCHED) / number)
-            tell(pipelines, key)
+        if others := unreplayed(pipelines):
+            told(f"replays of {', '.join(policy for _, policy in others)}", 1 - (1 - _SEARCHED) / (number + 1))
+            tell(pipelines, others)
         return solved(pipelines, division)
     if problem.required:
         refuse_rate(pipelines, advise=advise)

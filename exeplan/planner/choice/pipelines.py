@@ -30,6 +30,7 @@ from exeplan.planner.choice.seeded_replays import MOST_ADDED, Replays
 from exeplan.planner.margins.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import MOST_SEEDS, Order, behind, mean_estimate
+from exeplan.planner.problems.replays import promised
 from exeplan.planner.problems.replicas import (
     Division,
     best_division,
@@ -66,6 +67,9 @@ class Effort:
     """Of each replay; None for as many as a steady state needs."""
     close_ones: bool = True
     """Replay also what the closed form may have put behind the winner by its error, and with further seeds."""
+    one_replica: bool = False
+    """At a rate, replay one replica alone with its share of the stream, and all of them only where that breaks a bound:
+    a router that looks at the queues makes none longer."""
     report: bool = True
     """Compute what is told beside the plan: its headroom, and replays of the policies that lose at a rate."""
 
@@ -124,7 +128,13 @@ class Pipelines:
                 self.found.setdefault((size, policy), not_searched(policy))
         self.limits: dict[Key, tuple[Bound, ...]] = dict.fromkeys(self.found, held)
         self.proofs: dict[Key, Proof] = {}
-        self.replays = Replays(problem, seed=seed, num_requests=effort.num_requests, further=effort.close_ones)
+        self.replays = Replays(
+            problem,
+            seed=seed,
+            num_requests=effort.num_requests,
+            further=effort.close_ones,
+            one_replica=effort.one_replica,
+        )
         self.added_requests = 0
         """Replayed with further seeds, to make an order certain."""
         self.given_up: dict[Key, list[tuple[Placement, Schedule]]] = {}
@@ -447,9 +457,10 @@ def _misjudged(problem: Problem, winner: Candidate, replayed: Estimate) -> bool:
 
 def filled(problem: Problem, winner: Candidate, proof: Proof) -> list[float]:
     """The utilization of each bound: the larger of the replays' and the closed form's, with the margin if there is
-    one; where requests arrive the replays' alone."""
+    one; where requests arrive the replays' as `promised`."""
     assert winner.estimate is not None
     values = proof.margin.values if proof.margin else [0.0] * len(problem.bounds)
     replays = utilizations(problem.bounds, proof.replayed)
-    predicted = replays if problem.arrivals else utilizations(problem.bounds, winner.estimate)
+    told = promised(proof.replayed, winner.estimate) if problem.arrivals else winner.estimate
+    predicted = utilizations(problem.bounds, told)
     return [max(full, share * (1 + value)) for full, share, value in zip(replays, predicted, values, strict=True)]

@@ -4,20 +4,25 @@ Candidates have the same seeds, and so the same requests. Not here: one replay (
 and which candidates are replayed (`pipelines.py`).
 """
 
-from collections.abc import Hashable
+import math
+import time
+from collections.abc import Hashable, Sequence
+from functools import partial
 
 from exeplan.core.bounds import utilizations
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule, num_devices
+from exeplan.forked import forked
 from exeplan.planner.problems.problem import Problem
-from exeplan.planner.problems.ranking import MOST_SEEDS, decided, mean_estimate
+from exeplan.planner.problems.ranking import decided, mean_estimate, seeds_to_decide
 from exeplan.planner.problems.replays import replay_estimate, routed_estimate
+from exeplan.planner.problems.replicas import together
 from exeplan.simulator.run import Run
 
 MOST_ADDED = 40_000
 """Requests of further seeds, after which an order may stay uncertain, and the means of one schedule's seeds decide
 whether it keeps the bounds."""
 
-_TOLD = 0.25
+TOLD = 0.25
 """How long the replay of a policy that loses is, over that of one that may win."""
 
 Replayed = tuple[Run, tuple[Estimate, ...]]
@@ -28,35 +33,51 @@ requests come at a rate."""
 class Replays:
     """Of one problem of a whole cluster; what was replayed is not replayed again."""
 
-    def __init__(self, problem: Problem, *, seed: int, num_requests: int | None, further: bool) -> None:
-        """`further` seeds may be added; `num_requests` is None for as many as a steady state needs."""
+    def __init__(
+        self, problem: Problem, *, seed: int, num_requests: int | None, further: bool, one_replica: bool
+    ) -> None:
+        """`further` seeds may be added; `num_requests` is None for as many as a steady state needs. `one_replica` as
+        of the search's effort."""
         self.problem, self.seed, self.num_requests, self.further = problem, seed, num_requests, further
+        self.one_replica = one_replica
         self._known: dict[Hashable, Replayed] = {}
         """Searches under other bounds may find the same schedule again."""
         self._told: dict[Hashable, Estimate] = {}
+        self._seconds = 0.0
+        """That the last one took."""
 
     def of(self, placed: Problem, schedule: Schedule, *, replicas: int) -> Replayed:
         """By one seed and as many further ones as bounds at a rate need; `placed` is the problem of one of so many."""
         of = _key(placed, schedule, replicas)
         if of not in self._known:
+            since = time.perf_counter()
             run, first = self._together(placed, schedule, replicas)
-            found, added = [first], 0
-            while len(found) < MOST_SEEDS and added < MOST_ADDED and self._needs_more(found):
-                another, replayed = self._together(placed, schedule, replicas, more=len(found))
-                found.append(replayed)
-                added += len(another.requests) * replicas
+            self._seconds = time.perf_counter() - since
+            found, each = [first], len(run.requests) * replicas
+            while self._needs_more(found) and (left := MOST_ADDED - (len(found) - 1) * each) > 0:
+                last = min(seeds_to_decide(len(found)), len(found) + math.ceil(left / each))
+                seeds = range(len(found), last)
+                calls = [partial(self._estimate, placed, schedule, replicas, more=more) for more in seeds]
+                found += forked(calls, seconds=self._seconds)
             self._known[of] = run, tuple(found)
         return self._known[of]
 
+    def tell(self, candidates: Sequence[tuple[Problem, Schedule, int]]) -> None:
+        """Replays what is told of policies that lose; each with the problem of one of so many replicas."""
+        length = 1.0 if self.problem.arrivals and self.problem.arrivals.of_trace else TOLD
+        keys = [_key(*one) for one in candidates]
+        calls = [
+            partial(self._estimate, *one, length=length)
+            for key, one in zip(keys, candidates, strict=True)
+            if key not in self._known
+        ]
+        found = forked(calls, seconds=self._seconds * length)
+        self._told |= zip((key for key in keys if key not in self._known), found, strict=True)
+
     def told(self, placed: Problem, schedule: Schedule, *, replicas: int) -> Estimate:
-        """What is told of a policy that loses: its replays where it has any, else a shorter one."""
+        """What is told of a policy that loses: of its replays where it has any."""
         of = _key(placed, schedule, replicas)
-        if of in self._known:
-            return mean_estimate(self._known[of][1])
-        if of not in self._told:
-            of_trace = self.problem.arrivals is not None and self.problem.arrivals.of_trace
-            _, self._told[of] = self._together(placed, schedule, replicas, length=1.0 if of_trace else _TOLD)
-        return self._told[of]
+        return mean_estimate(self._known[of][1]) if of in self._known else self._told[of]
 
     def alone(self, placed: Problem, schedule: Schedule, *, more: int = 0, length: float = 1.0) -> tuple[Run, Estimate]:
         """One pipeline, by the `more`-th further seed; `length` is the share of the usual requests."""
@@ -69,7 +90,14 @@ class Replays:
         arrivals = self.problem.arrivals
         if arrivals is None or arrivals.of_trace or not self.further:
             return False
+        if seeds_to_decide(len(replays)) == len(replays):
+            return False
         return not decided([utilizations(self.problem.bounds, one) for one in replays])
+
+    def _estimate(
+        self, placed: Problem, schedule: Schedule, replicas: int, *, more: int = 0, length: float = 1.0
+    ) -> Estimate:
+        return self._together(placed, schedule, replicas, more=more, length=length)[1]
 
     def _together(
         self, placed: Problem, schedule: Schedule, replicas: int, *, more: int = 0, length: float = 1.0
@@ -77,6 +105,10 @@ class Replays:
         """At a rate all replicas behind the router, by the `more`-th further seed."""
         if not self.problem.arrivals or replicas == 1:
             return self.alone(placed, schedule, more=more, length=length)
+        if self.one_replica and not self.problem.arrivals.of_trace:
+            alone, found = self.alone(placed, schedule, more=more, length=length)
+            if max(utilizations(self.problem.bounds, found)) <= 1:
+                return alone, together([found], [replicas])
         size = num_devices(placed.cost.placement)
         devices = tuple(size * number for number in range(replicas))
         group = ReplicaGroup(schedule=schedule, placement=placed.cost.placement, first_devices=devices)

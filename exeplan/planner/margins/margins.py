@@ -1,8 +1,8 @@
 """Margins: how far below each bound a plan stays, and what each part of that distance is for.
 
     replays      closed form -> replay: the winner replayed with several seeds, which includes the spread between
-                 samples of requests; fresh replays of the winner are not biased by its selection. Not where requests
-                 come at the times of a trace: what is promised is a replay then
+                 samples of requests; fresh replays of the winner are not biased by its selection. Where requests arrive
+                 a replay is promised, and it is the spread alone; at the times of a trace there is none
     lengths      the trace is a sample of what will come (`sampling_error.py`)
     profile      the times in the profile are measured (`profile_error`)
     deployment   replay -> measurement: errors of measured deployments, and of this one (`deployments.py`); of a profile
@@ -22,16 +22,18 @@ such a margin, do not break more (benchmarks/planner/margins/risk.py).
 """
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 
 from exeplan.core.bounds import Bound, quantities, values_of
 from exeplan.core.profile import UNSURE, Profile
-from exeplan.core.schedule import Schedule
+from exeplan.core.schedule import Estimate, Schedule
+from exeplan.forked import forked
 from exeplan.planner.margins.deployments import correction_law, deployment_law, deployment_of, shipped_deployments
 from exeplan.planner.margins.risk import ErrorLaw, compound, error_law
 from exeplan.planner.margins.sampling_error import sampling_error
@@ -148,7 +150,11 @@ def _deployment_laws(problem: Problem, risk: Risk) -> list[ErrorLaw | None]:
 def _replay_laws(problem: Problem, schedule: Schedule, *, seed: int) -> list[ErrorLaw | None]:
     """Of replays over the closed form, or where requests arrive, and a replay is promised, over their mean."""
     fresh = seed + MOST_SEEDS  # Those before may have selected it.
-    runs = [replay_estimate(problem, schedule, seed=fresh + number, record_passes=False)[1] for number in range(_SEEDS)]
+    since = time.perf_counter()
+    runs = [_replayed(problem, schedule, fresh)]
+    seconds = time.perf_counter() - since
+    calls = [partial(_replayed, problem, schedule, fresh + number) for number in range(1, _SEEDS)]
+    runs += forked(calls, seconds=seconds)
     promised = mean_estimate(runs) if problem.arrivals else problem.estimate(schedule)
     predicted = values_of(problem.bounds, promised)
     replayed = [values_of(problem.bounds, run) for run in runs]
@@ -159,6 +165,10 @@ def _replay_laws(problem: Problem, schedule: Schedule, *, seed: int) -> list[Err
         ratios = ratios * 2 if len(ratios) == 1 else ratios
         laws.append(error_law(ratios, f"{by}: {len(runs)} replays of the winner") if ratios else None)
     return laws
+
+
+def _replayed(problem: Problem, schedule: Schedule, seed: int) -> Estimate:
+    return replay_estimate(problem, schedule, seed=seed, record_passes=False)[1]
 
 
 def _with_throughput(law: ErrorLaw | None, throughput: float) -> ErrorLaw | None:

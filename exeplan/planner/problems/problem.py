@@ -220,10 +220,8 @@ class Problem:
 
     def _estimate_at_rate(self, full: SteadyState, arrivals: Arrivals, bounds: Sequence[Bound]) -> Estimate:
         """With the percentiles and the attainment of these bounds."""
-        schedule = full.schedule
-        if full.throughput <= arrivals.rate:
-            raise Infeasible(f"{schedule} sustains {full.throughput:.3g} requests/s, {arrivals} come")
-        points = [full] if full.steady.served else [*self._smaller(schedule), full]
+        check_sustained(full, arrivals)
+        points = [full] if full.steady.served else [*self._smaller(full.schedule), full]
         return estimate_at_rate(points, arrivals, self.cost, self.bound.metric, bounds=bounds, memory=self.memory)
 
     def binding_bound(self, schedule: Schedule) -> Bound:
@@ -326,6 +324,12 @@ class Problem:
             return schedule
         groups = groups_used(schedule, num_requests, len(self.cost.decode_stages))
         return replace(schedule, variables={**schedule.variables, "micro_batches": groups})
+
+
+def check_sustained(full: SteadyState, arrivals: Arrivals) -> None:
+    """Raises Infeasible where a schedule serves no more than comes: its queue would grow without end."""
+    if full.throughput <= arrivals.rate:
+        raise Infeasible(f"{full.schedule} sustains {full.throughput:.3g} requests/s, {arrivals} come")
 
 
 def _is_on_pace(bound: Bound) -> bool:

@@ -98,6 +98,11 @@ def decided(replays: Sequence[Sequence[float]]) -> bool:
     return len(replays) in _LOOKS and (certain(by_bound) or certainly_broken(by_bound))
 
 
+def seeds_to_decide(num_seeds: int) -> int:
+    """How many there are when it is looked at next, after so many; as many where it is looked at no more."""
+    return next((look for look in _LOOKS if look > num_seeds), num_seeds)
+
+
 def certain(by_bound: Sequence[Sequence[float]]) -> bool:
     """Whether every bound, of these utilizations by seed, holds at the confidence and not only in the mean."""
     return all(float(np.mean(values)) + half_interval(values) <= 1 for values in by_bound)

@@ -2,14 +2,15 @@
 what happened."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.bounds import MAX_ITL
 from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule
-from exeplan.planner.problems.problem import Problem
+from exeplan.planner.problems.problem import Problem, check_sustained
 from exeplan.simulator.closed_form import SteadyState, steady_state
 from exeplan.simulator.replay import replay
 from exeplan.simulator.routed import Replica, RoutedRun, routed_replay
@@ -28,7 +29,7 @@ _MOST_ARRIVING = 10_000
 _MOST_ROUTED = 40_000
 """The same of all replicas together, and where many are held."""
 _FILLS = 10
-"""Requests of a replay over those that are held at once: its first tenth, which does not count, fills the batches."""
+"""Requests of a replay over those that come until the batches are filled: its first tenth does not count."""
 _LONG_REQUESTS = 4
 """Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
 
@@ -109,6 +110,14 @@ def replay_estimate(
     )
 
 
+def promised(replayed: Estimate, closed_form: Estimate) -> Estimate:
+    """What is promised where requests arrive: the replay, but of gaps the most that the plan's passes can take."""
+    if MAX_ITL not in closed_form.percentiles:
+        return replayed
+    longest = {MAX_ITL: closed_form.percentiles[MAX_ITL]}
+    return replace(replayed, percentiles={**replayed.percentiles, **longest})
+
+
 def too_short(problem: Problem, schedule: Schedule) -> str:
     """Why the longest replay of a schedule under a backlog is too short to prove it, as a sentence; '' where it is
     not."""
@@ -130,8 +139,12 @@ def _generations(problem: Problem, steady: SteadyState) -> float:
 def _lone_requests(arrivals: Arrivals, steady: SteadyState, length: float) -> int:
     """Enough to fill a pipeline, and for its queue to reach its steady length."""
     n = int(length * _arriving_requests(arrivals, steady.throughput))
-    held = steady.cycle.num_seqs * min(1.0, arrivals.rate / steady.throughput)
-    return n if arrivals.of_trace else int(min(max(n, _FILLS * held), _MOST_ROUTED))
+    return n if arrivals.of_trace else int(min(max(n, _FILLS * _filling(arrivals, steady)), _MOST_ROUTED))
+
+
+def _filling(arrivals: Arrivals, steady: SteadyState) -> float:
+    """Requests that come, at most, until the first long one is done: then as many are held as at any time later."""
+    return arrivals.rate * steady.bound_latency("p99-length")
 
 
 def _arriving_requests(arrivals: Arrivals, capacity: float) -> int:
@@ -209,15 +222,15 @@ def _routed_requests(
     number = sum(group.num_replicas for _, group in groups)
     if arrivals.of_trace:
         return min(_MOST_ARRIVING * number, _MOST_ROUTED)
-    capacity = held = 0.0
+    capacity = filling = 0.0
     for problem, group in groups:
         assert problem.arrivals is not None
-        capacity += group.num_replicas * steady_state(group.schedule, problem.workload, problem.cost).throughput
-        mean = problem.estimate(group.schedule)
-        seconds = mean.ttft + mean.tpot * (problem.workload.mean_output - 1)
-        held += group.num_replicas * problem.arrivals.rate * seconds
+        steady = steady_state(group.schedule, problem.workload, problem.cost)
+        check_sustained(steady, problem.arrivals)
+        capacity += group.num_replicas * steady.throughput
+        filling += group.num_replicas * _filling(problem.arrivals, steady)
     queues = 1 if router == ROUTERS[0] else number
-    return int(min(max(length * queues * _arriving_requests(arrivals, capacity), _FILLS * held), _MOST_ROUTED))
+    return int(min(max(length * queues * _arriving_requests(arrivals, capacity), _FILLS * filling), _MOST_ROUTED))
 
 
 def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:

@@ -319,8 +319,8 @@ def _rate_lines(problem: Problem, plan: Plan) -> list[str]:
     return [
         f"arrivals: {problem.arrivals}; times count from the arrival, the wait for a slot included; {OF_REPLAYS}",
         *([f"all {plan.num_replicas} replicas are replayed behind the router"] if plan.num_replicas > 1 else []),
-        f"rate headroom: the bounds hold until the rate is {more:.0f} % higher (the schedule is the one with the most "
-        "headroom)",
+        f"rate headroom: the bounds hold until the rate is {more:.0f} % higher, by the closed form, scaled to the "
+        "replay",
     ]
 
 

@@ -142,7 +142,7 @@ def test_throughput_and_latency_fall_no_further_than_a_policy_says(policy: str, 
 def test_a_system_that_cannot_fork_finds_the_same_plan(opt: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = asked(opt, A40.part(2), 2.0, max_seqs=16)
     side_by_side = optimize(problem, policies=("orca", "static")).plan
-    monkeypatch.setattr("exeplan.planner.choice.candidates.get_all_start_methods", lambda: ["spawn"])
+    monkeypatch.setattr("exeplan.forked.get_all_start_methods", lambda: ["spawn"])
     monkeypatch.setattr("exeplan.planner.choice.candidates.ProcessPoolExecutor", None)  # Not even tried.
     one_by_one = optimize(problem, policies=("orca", "static")).plan
     assert replace(one_by_one, search={}) == replace(side_by_side, search={})

@@ -248,6 +248,7 @@ def at_rate(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Problem:
 
 
 def test_one_lucky_draw_of_arrivals_proves_no_rate(at_rate: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exeplan.forked.num_processes", lambda: 1)
     usual = optimize(at_rate, policies=("orca",))
     to_the_bound = 0.1 / usual.plan.replay.latency
     counted: list[int] = []

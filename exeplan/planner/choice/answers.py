@@ -174,11 +174,8 @@ def _candidate(pipelines: Pipelines, policy: str) -> Candidate:
 def _at_rate(pipelines: Pipelines, key: Key, group: ReplicaGroup, search: Result | None) -> Candidate:
     """A policy's best pipeline where requests arrive: what the replay of all its replicas says."""
     found, bounds = replace(pipelines.found[key], search=search), pipelines.problem.bounds
-    if key in pipelines.proofs:
-        replayed = pipelines.proofs[key].replayed
-    else:
-        placed = placed_at(pipelines.parts[key[0]], group.placement)
-        replayed = pipelines.replays.told(placed, group.schedule, replicas=group.num_replicas)
+    replayed = pipelines.told(key)
+    if key not in pipelines.proofs:
         bound, share = binding(bounds, replayed) or (pipelines.problem.bound, 0.0)
         if share > 1:
             refusal = f"{key[1]} needs {show_seconds(share * bound.seconds)} {bound.name} at this rate, by its replay"

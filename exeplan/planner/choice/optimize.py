@@ -6,8 +6,9 @@ throughput of its replay: pipelines are replayed, the most promising first, unti
 If a replay breaks a bound, that search is repeated under bounds tightened by the overshoot, so that every promise was
 replayed.
 
-With an arrival rate, the winner is what sustains the highest rate within the bounds by the closed form; replicas are
-then equal. With a stated risk the bounds are tightened by margins (`margins.py`).
+With an arrival rate, the winner is what sustains the highest rate within the bounds, by the closed form with full
+batches, and of the best of every policy the one with the most headroom (`most_headroom.py`); replicas are then equal.
+With a stated risk the bounds are tightened by margins (`margins.py`).
 """
 
 import math
@@ -23,6 +24,7 @@ from exeplan.core.plan import as_json as plan_json
 from exeplan.core.plan import schedule_json
 from exeplan.planner.choice.answers import Optimum, last_resort, refuse_rate, solved, tell, unreplayed
 from exeplan.planner.choice.candidates import Candidate, Known, candidate, capacity, sustained
+from exeplan.planner.choice.most_headroom import most_headroom
 from exeplan.planner.choice.pipelines import Effort, Pipelines
 from exeplan.planner.choice.search_space import pareto
 from exeplan.planner.margins.margins import Risk
@@ -69,6 +71,8 @@ def optimize(
         if others := unreplayed(pipelines):
             told(f"replays of {', '.join(policy for _, policy in others)}", 1 - (1 - _SEARCHED) / (number + 1))
             tell(pipelines, others)
+            division = most_headroom(pipelines, division)
+            tell(pipelines, unreplayed(pipelines))
         return solved(pipelines, division)
     if problem.required:
         refuse_rate(pipelines, advise=advise)

@@ -240,6 +240,16 @@ class Pipelines:
         found = [(division[key[0]][1], self.proofs[key].replays) for key in keys_of(division)]
         return [sum(count * replays[seed].throughput for count, replays in found) for seed in range(num_seeds)]
 
+    def told(self, key: Key) -> Estimate:
+        """The replays of a candidate, or a brief one of a policy that loses; both where requests arrive."""
+        if key in self.proofs:
+            return self.proofs[key].replayed
+        found = self.found[key]
+        assert found.schedule is not None
+        assert found.placement is not None
+        placed = placed_at(self.parts[key[0]], found.placement)
+        return self.replays.told(placed, found.schedule, replicas=self.count(key[0]))
+
     def replay(self, key: Key) -> None:
         """Replays a candidate: it is proved, or searched again under tighter bounds, or given up.
 

@@ -65,14 +65,9 @@ class Replays:
     def tell(self, candidates: Sequence[tuple[Problem, Schedule, int]]) -> None:
         """Replays what is told of policies that lose; each with the problem of one of so many replicas."""
         length = 1.0 if self.problem.arrivals and self.problem.arrivals.of_trace else TOLD
-        keys = [_key(*one) for one in candidates]
-        calls = [
-            partial(self._estimate, *one, length=length)
-            for key, one in zip(keys, candidates, strict=True)
-            if key not in self._known
-        ]
-        found = forked(calls, seconds=self._seconds * length)
-        self._told |= zip((key for key in keys if key not in self._known), found, strict=True)
+        new = {key: one for one in candidates if (key := _key(*one)) not in self._known and key not in self._told}
+        calls = [partial(self._estimate, *one, length=length) for one in new.values()]
+        self._told |= zip(new, forked(calls, seconds=self._seconds * length), strict=True)
 
     def told(self, placed: Problem, schedule: Schedule, *, replicas: int) -> Estimate:
         """What is told of a policy that loses: of its replays where it has any."""

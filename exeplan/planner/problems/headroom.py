@@ -25,7 +25,7 @@ def with_headroom(plan: Plan, alone: Sequence[Problem]) -> Plan:
 
     def least(headroom: Callable[[Problem, Schedule], float | None]) -> float | None:
         found = [
-            headroom(_as_replayed(one, group.schedule, plan.replay), group.schedule)
+            headroom(as_replayed(one, group.schedule, plan.replay), group.schedule)
             for one, group in zip(alone, plan.groups, strict=True)
         ]
         return min((value for value in found if value is not None), default=None)
@@ -59,7 +59,7 @@ def rate_headroom(problem: Problem, schedule: Schedule) -> float | None:
     return _headroom(keeps)
 
 
-def _as_replayed(problem: Problem, schedule: Schedule, replayed: Estimate | None) -> Problem:
+def as_replayed(problem: Problem, schedule: Schedule, replayed: Estimate | None) -> Problem:
     """The problem with bounds that the closed form uses as far as the replay uses those asked for."""
     if problem.arrivals is None or replayed is None:
         return problem

@@ -35,6 +35,7 @@ ORDER = (
     ("scheduling",),
     ("search",),
     ("simulator",),
+    ("simulator.rates",),
     ("planner.problems",),
     ("planner.margins",),
     ("planner.choice",),

@@ -347,7 +347,7 @@ MUTANTS = (
         (ROUTED,),
     ),
     Mutant(
-        "simulator/at_rate.py",
+        "simulator/rates/at_rate.py",
         "many = (variability + lengths) / (1.0 + lengths)",
         "many = 1.0",
         "every n-th request of a stream counts as a Poisson stream",
@@ -375,11 +375,11 @@ MUTANTS = (
         ("tests/core/test_plan.py",),
     ),
     Mutant(
-        "simulator/at_rate.py",
+        "simulator/rates/at_rate.py",
         "return (1 + lengths) / (2 * lengths + (1 - lengths) / alike)",
         "return 1.0",
         "the queue is that of exponential lengths, whatever they are",
-        ("tests/simulator/test_at_rate_by_hand.py",),
+        ("tests/simulator/rates/test_at_rate_by_hand.py",),
     ),
     Mutant(
         "exeplan/core/runs/metrics.py",

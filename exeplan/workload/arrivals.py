@@ -1,7 +1,7 @@
 """Requests that come at a rate instead of waiting in a backlog: when they come, and how many are there at a time.
 
     admission_interval  seconds between two admissions, over which arrivals are evenly spread
-    residents   how many are there at a time: a birth-and-death chain; `simulator/at_rate.py` makes times of it
+    residents   how many are there at a time: a birth-and-death chain; `simulator/rates/at_rate.py` makes times of it
 
 The search asks which schedule carries the highest rate within the bounds with full batches, the admission interval
 included, as that rises with every knob. With fewer requests batches are smaller, at lower latency; how much they

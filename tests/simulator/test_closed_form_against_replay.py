@@ -23,8 +23,8 @@ from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.policies import load_policy, policy_names
 from exeplan.simulator.closed_form import SteadyState, steady_state
 from exeplan.simulator.cost import CostModel
+from exeplan.simulator.rates.request_times import times_under_backlog
 from exeplan.simulator.replay import replay
-from exeplan.simulator.request_times import times_under_backlog
 from exeplan.workload.workload import Workload
 
 from .machine import CLUSTER, with_tensor_parallel

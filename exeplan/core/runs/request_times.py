@@ -10,7 +10,7 @@
     goodput     such requests a second: throughput times attainment
 
 A bound on a mean counts here by its seconds, as any other: a request keeps it when its own time does.
-Not here: where times come from (`metrics.py`: runs; `simulator/request_times.py`: closed form).
+Not here: where times come from (`metrics.py`: runs; `simulator/rates/request_times.py`: closed form).
 """
 
 from collections.abc import Mapping, Sequence

@@ -25,11 +25,11 @@ from exeplan.core.schedule import ROUTERS, Estimate, Placement, Schedule, Shardi
 from exeplan.errors import Infeasible, InputError
 from exeplan.policies import load_policy
 from exeplan.search.search import Outcome
-from exeplan.simulator.at_rate import estimate_at_rate
 from exeplan.simulator.closed_form import SteadyState, estimate, steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import memory_bytes, workspace_bytes
-from exeplan.simulator.request_times import times_under_backlog, with_bounds
+from exeplan.simulator.rates.at_rate import estimate_at_rate
+from exeplan.simulator.rates.request_times import times_under_backlog, with_bounds
 from exeplan.simulator.stalls import Stall, longest_stall
 from exeplan.units import show_bytes
 from exeplan.workload.arrivals import Arrivals, Wait, with_spare_places

@@ -7,7 +7,7 @@ of the planned `prefill_tokens`: fewer long prompts, more short ones. At least o
 waits forever.
 
 Shared by rra, waa-c and waa-m; replay and engine apply it. The closed form plans the mean, and knows of it that the
-prompts of a prefill differ less (`simulator/request_times.py`). Not here: when a plan has it
+prompts of a prefill differ less (`simulator/rates/request_times.py`). Not here: when a plan has it
 (`planner/choice/adjusting.py`).
 """
 

@@ -17,7 +17,7 @@ from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.problems.replays import replay_estimate
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.simulator.closed_form import steady_state
-from exeplan.simulator.request_times import times_under_backlog
+from exeplan.simulator.rates.request_times import times_under_backlog
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
 

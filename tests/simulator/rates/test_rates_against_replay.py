@@ -22,7 +22,7 @@ from exeplan.simulator.run import Run
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.workload import Workload
 
-from .machine import CLUSTER
+from ..machine import CLUSTER
 
 Runs = dict[tuple[str, float, int], Run]
 LAYERS, REQUESTS = 8, 8000

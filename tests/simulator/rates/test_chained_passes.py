@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from exeplan.simulator.chained_passes import PROMPTS, Chained, chained
+from exeplan.simulator.rates.chained_passes import PROMPTS, Chained, chained
 from exeplan.workload.length_law import LengthLaw
 
 ALIKE = LengthLaw(np.array([100]), np.ones(1))

@@ -5,9 +5,9 @@ import pytest
 
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Estimate, Schedule
-from exeplan.simulator.at_rate import estimate_at_rate
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
+from exeplan.simulator.rates.at_rate import estimate_at_rate
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.workload import Workload
 

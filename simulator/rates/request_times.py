@@ -26,8 +26,8 @@ from exeplan.core.runs.request_times import RequestTimes
 from exeplan.core.schedule import Estimate
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Clock, Cycle
-from exeplan.simulator.chained_passes import PROMPTS, Chained, chained
 from exeplan.simulator.closed_form import SteadyState
+from exeplan.simulator.rates.chained_passes import PROMPTS, Chained, chained
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.length_law import Ints
 from exeplan.workload.workload import Workload

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from exeplan.simulator.gate import Gate, gate
+from exeplan.simulator.rates.gate import Gate, gate
 
 UNEVEN = np.array([0.6, 0.8, 0.9, 1.0, 1.1, 1.6])
 """Equally likely times over their mean."""

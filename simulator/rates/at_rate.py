@@ -47,8 +47,8 @@ from exeplan.policies import load_policy
 from exeplan.policies.interface import Served
 from exeplan.simulator.closed_form import KV_SIGMAS, SteadyState, deadline_factors, estimate, weighted_quantile
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.gate import Gate, gate
-from exeplan.simulator.request_times import (
+from exeplan.simulator.rates.gate import Gate, gate
+from exeplan.simulator.rates.request_times import (
     Met,
     MetPasses,
     met_passes,

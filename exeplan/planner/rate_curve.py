@@ -18,6 +18,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import ROUTERS, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.load_problem import plan_request
+from exeplan.planner.problems.headroom import most_rate
 from exeplan.planner.problems.problem import Problem
 from exeplan.scheduling.scaling import RateCurve
 from exeplan.simulator.closed_form import steady_state
@@ -112,10 +113,10 @@ def _of_figures(plan: Plan) -> FoundCurve:
             "nothing says what rate a replica of the plan serves: it names no profile and workload that are here, and "
             "has no estimate; `exeplan simulate PLAN` adds one"
         )
-    if plan.rate_headroom is not None and not plan.trace_arrivals:
-        rate = estimate.throughput * (1 + plan.rate_headroom) / plan.num_replicas
+    if not plan.trace_arrivals and (most := most_rate(plan)) is not None:
         return FoundCurve(
-            RateCurve.proportional(rate), "by the plan's rate and its headroom, as its profile is not here"
+            RateCurve.proportional(most / plan.num_replicas),
+            "by the plan's rate and its headroom, as its profile is not here",
         )
     basis = (
         f"as {100 * MOST_LOAD:.0f} % of the plan's throughput, as its profile is not here; "

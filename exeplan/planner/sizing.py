@@ -14,6 +14,7 @@ from exeplan.core.plan import Plan
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.search_space import variants
+from exeplan.planner.problems.headroom import most_rate
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.reports.explain import larger
 from exeplan.planner.reports.placement_text import show_copies
@@ -112,9 +113,7 @@ def never_worse(tried: Sequence[Tried]) -> tuple[Tried, ...]:
 def _most(plan: Plan) -> float:
     """Requests/s that a plan sustains within its bounds; the estimate of one with arrivals is at their rate."""
     assert plan.replay is not None
-    if plan.rate_headroom is not None and plan.estimate is not None:
-        return plan.estimate.throughput * (1 + plan.rate_headroom)
-    return plan.replay.throughput
+    return most_rate(plan) or plan.replay.throughput
 
 
 def with_more_gpus(

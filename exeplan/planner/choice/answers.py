@@ -178,7 +178,7 @@ def _at_rate(pipelines: Pipelines, key: Key, group: ReplicaGroup, search: Result
     if key not in pipelines.proofs:
         bound, share = binding(bounds, replayed) or (pipelines.problem.bound, 0.0)
         if share > 1:
-            refusal = f"{key[1]} needs {show_seconds(share * bound.seconds)} {bound.name} at this rate, by its replay"
+            refusal = f"{key[1]}: the schedule that was found needs {show_seconds(share * bound.seconds)} {bound.name}"
             return replace(found, schedule=None, refusal=refusal)
     return replace(found, estimate=replayed, replicas=group.first_devices, replayed=replayed.throughput)
 

@@ -33,6 +33,13 @@ def with_headroom(plan: Plan, alone: Sequence[Problem]) -> Plan:
     return replace(plan, drift_headroom=least(drift_headroom), rate_headroom=least(rate_headroom))
 
 
+def most_rate(plan: Plan) -> float | None:
+    """The highest rate within the bounds, requests/s, of a plan that has headroom; None without."""
+    if plan.rate_headroom is None or plan.estimate is None:
+        return None
+    return (plan.arrival_rate or plan.estimate.throughput) * (1 + plan.rate_headroom)
+
+
 def drift_headroom(problem: Problem, schedule: Schedule) -> float | None:
     """The share by which output lengths may rise, all in proportion, before a bound breaks.
 

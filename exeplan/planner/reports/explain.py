@@ -3,7 +3,7 @@
 What limits a plan is what gains throughput when there is more of it: the problem is optimized again with a tenth more
 of the bounds, with a tenth more memory or residents, and with one GPU more, over the same policies and with the same
 replays as the plan. Gains compare the replayed throughput of both plans; with an arrival rate, which every replay
-attains, the rate that full batches sustain. The old plan answers the wider problem too, so that no gain is negative.
+attains, the highest rate within the bounds. The old plan answers the wider problem too, so that no gain is negative.
 
 Not here: how it is shown (`explain_text.py`).
 """
@@ -11,6 +11,7 @@ Not here: how it is shown (`explain_text.py`).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from exeplan.core.bounds import Bound, utilizations, values_of
@@ -19,8 +20,9 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.answers import Optimum
-from exeplan.planner.choice.candidates import capacity
+from exeplan.planner.choice.candidates import Candidate, capacity
 from exeplan.planner.choice.infeasible import meaning
+from exeplan.planner.problems.headroom import most_rate
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replays import replay_estimate
 from exeplan.planner.reports.placement_text import show_equal
@@ -96,9 +98,9 @@ class Explanation:
     groups: tuple[ReplicaGroup, ...]
     """Equal replicas each."""
     throughput: float
-    """Requests/s in the replay; with an arrival rate those that full batches sustain."""
+    """Requests/s in the replay; where requests arrive the highest rate within the bounds."""
     at_rate: bool
-    """There is an arrival rate: throughput and gains are of full batches."""
+    """Requests arrive: throughput and gains are the highest rate within the bounds."""
     limits: tuple[str, ...]
     """What limits the throughput, the first cause first."""
     bounds: tuple[str, ...]
@@ -186,12 +188,10 @@ def _broken_down(placed: Problem, schedule: Schedule, *, seed: int) -> Breakdown
 
 
 def throughput(optimum: Optimum) -> float:
-    """Requests/s of the whole plan, as gains compare them: replayed, or with an arrival rate those of full batches."""
-    plan = optimum.plan
-    if plan.arrival_rate is None and not plan.trace_arrivals:
-        assert plan.replay is not None
-        return plan.replay.throughput
-    return capacity(next(c for c in optimum.candidates if c.policy == plan.schedule.policy))
+    """Requests/s of the whole plan, as gains compare them: replayed, or where requests arrive the highest rate within
+    the bounds."""
+    assert optimum.plan.replay is not None
+    return most_rate(optimum.plan) or optimum.plan.replay.throughput
 
 
 def _gap(*optima: Optimum) -> float:
@@ -332,8 +332,9 @@ def _runner_up(explained: _Plan, told: Told) -> RunnerUp | None:
     own = explained.optimum.plan.schedule.policy
     others = [c for c in explained.optimum.candidates if c.schedule is not None and c.policy != own]
     best: Optimum | None = None
-    for other in sorted(others, key=capacity, reverse=True):
-        if best and throughput(best) >= capacity(other):
+    most = partial(_most, explained.problem)
+    for other in sorted(others, key=most, reverse=True):
+        if best and throughput(best) >= most(other):
             break
         try:
             found = explained.again(explained.problem, policies=(other.policy,), told=told)
@@ -345,6 +346,16 @@ def _runner_up(explained: _Plan, told: Told) -> RunnerUp | None:
     rate = throughput(best)
     noise = _gap(explained.optimum, best)
     return RunnerUp(plan=best.plan, throughput=rate, less=1 - rate / explained.throughput, noise=noise)
+
+
+def _most(problem: Problem, one: Candidate) -> float:
+    """What a candidate may reach at most: by the closed form, where requests arrive that of its full batches."""
+    if problem.arrivals is None:
+        return capacity(one)
+    assert one.schedule is not None
+    assert one.placement is not None
+    placed = problem.replica(one.placement, one.num_replicas)
+    return one.num_replicas * steady_state(one.schedule, placed.workload, placed.cost).throughput
 
 
 def percent(share: float) -> str:

@@ -35,7 +35,7 @@ def explanation_lines(explanation: Explanation) -> str:
 
 def _what(e: Explanation) -> str:
     if e.at_rate:
-        return "the rate that full batches sustain"
+        return "the highest rate within the bounds"
     return " and ".join(dict.fromkeys(group.schedule.policy for group in e.groups))
 
 

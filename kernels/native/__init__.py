@@ -21,7 +21,7 @@ import functools
 import importlib
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -135,9 +135,33 @@ def ways_of_integers() -> list[str]:
     return [PAIRS, *([TILES] if found.tiles() else [])]
 
 
-@functools.cache
 def fastest_for_halves() -> str:
-    """The way that was the fastest here, measured once in a process: sums in another order have other bits."""
+    """The way that was the fastest here, or that processes which work together use: sums in another order have other
+    bits."""
+    return _agreed or _measured_for_halves()
+
+
+def said_of_halves() -> str:
+    """For `agree_on_halves`: the fastest way here and all that there are; nothing where there is none."""
+    return ",".join([fastest_for_halves(), *ways_of_halves()]) if ways_of_halves() else ""
+
+
+def agree_on_halves(said: Sequence[str]) -> None:
+    """Has this process multiply the weights that it packs from now on as all others do that get the same, what each of
+    them has said: in the first one's fastest way, or in the last that all have where some lack that."""
+    global _agreed
+    fastest, *ways = said[0].split(",")
+    common = [way for way in ways if all(way in one.split(",")[1:] for one in said)]
+    _agreed = fastest if fastest in common else common[-1] if common else ""
+
+
+_agreed = ""
+"""What `agree_on_halves` has found."""
+
+
+@functools.cache
+def _measured_for_halves() -> str:
+    """Once in a process."""
     weight, x_NI = pack_halves(torch.ones(_TRIAL, dtype=torch.bfloat16)), torch.ones(_TRIAL_ROWS, _TRIAL[1])
     half = x_NI.bfloat16()
     return _fastest({way: partial(linear_halves, half, weight, None, _TRIAL[0], way=way) for way in ways_of_halves()})

@@ -190,11 +190,27 @@ def test_the_way_of_the_shortest_turn_is_taken_the_later_one_where_it_takes_abou
     assert native._fastest(products) == chosen
 
 
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        (["b,a,b", "a,a,b"], "b"),
+        (["c,a,b,c", "b,a,b"], "b"),
+        (["a,a,b", "b,b"], "b"),
+        (["a,a", ""], ""),
+        (["", "a,a"], ""),
+    ],
+)
+def test_processes_that_work_together_multiply_in_the_first_ones_way_where_all_have_it(said, taken, monkeypatch):
+    monkeypatch.setattr(native, "_agreed", "")
+    native.agree_on_halves(said)
+    assert native._agreed == taken
+
+
 def test_a_processor_without_products_of_bfloat16_multiplies_it_as_float32(monkeypatch):
     module = SimpleNamespace(**{name: getattr(native.module(), name) for name in ("width", "threads", "linear_halves")})
     module.pairs = module.tiles = module.integers = lambda: False
     monkeypatch.setattr(native, "module", lambda: module)
-    monkeypatch.setattr(native, "fastest_for_halves", native.fastest_for_halves.__wrapped__)
+    monkeypatch.setattr(native, "_measured_for_halves", native._measured_for_halves.__wrapped__)
     assert native.description() == f"compiled, {native.width()} floats a vector, bfloat16 as float32"
     x, weight = torch.randn(5, 48).bfloat16(), torch.randn(40, 48).bfloat16()
     torch.testing.assert_close(Linear(weight)(x), F.linear(x, weight), rtol=2**-7, atol=1e-3)

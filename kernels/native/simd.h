@@ -26,6 +26,7 @@ typedef uint16_t N(halves) __attribute__((vector_size(WIDTH * 2), aligned(2)));
         for (long p = 0; p < depth; p++, w += PANEL, next += step) {                                                   \
             N(vec) first = *(const N(vec) *)w, second = *(const N(vec) *)(w + WIDTH);                                  \
             __builtin_prefetch(next, 0, 2);                                                                            \
+            if (rows > 2 && step > 64) __builtin_prefetch(next + 64, 0, 2); /* A line has 64 bytes. */                 \
             _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) {                                                  \
                 float value = x[i * x_stride + p];                                                                     \
                 sum[i][0] += value * first;                                                                            \

@@ -140,7 +140,7 @@ def _players(folder: Path, name: str, model: str, count: int) -> Iterator[Play]:
     file, (num_layers, places) = folder / f"{count}.yaml", MODELS[model]
     placement = f"placement: [{{devices: [0], layers: [0, {num_layers}]}}]\n"
     plan = f"model: {name}\nschedule: {{policy: orca, max_num_seqs: {places}}}\n{placement}"
-    file.write_text(f"{plan}kv_cache_tokens: {1024 * places}\nreplicas: {list(range(count))}\n")
+    file.write_text(f"{plan}kv_cache_tokens: {256 * places}\nreplicas: {list(range(count))}\n")
     in_flight = count * places
     with (
         served(file, "--weights", "dummy", "--replan", "off") as server,

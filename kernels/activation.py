@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from torch import Tensor
 
+from exeplan.kernels import native
 from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, tl
 
@@ -36,6 +37,13 @@ def gated_activation_reference(gate_up_NF: Tensor, kind: str) -> Tensor:
     if gate_up_NF.dtype == torch.float32:
         return KINDS[kind](gate_NF).mul_(up_NF)
     return KINDS[kind](gate_NF.float()).mul_(up_NF).to(gate_up_NF.dtype)
+
+
+def gated_activation_compiled(gate_up_NF: Tensor, kind: str) -> Tensor:
+    """By the CPU's compiled kernels, where they have the activation."""
+    if kind == "silu" and native.computes(gate_up_NF):
+        return native.gated_silu(gate_up_NF)
+    return gated_activation_reference(gate_up_NF, kind)
 
 
 def plain_activation(x_NF: Tensor, kind: str) -> Tensor:
@@ -81,6 +89,7 @@ def _activate(x, stride, out, width, KIND: tl.constexpr, GATED: tl.constexpr, BL
 
 KERNELS = (
     Kernel("gated_activation", gated_activation, "cuda", MODEL_DTYPES),
+    Kernel("gated_activation", gated_activation_compiled, "cpu", (torch.float32,)),
     Kernel("gated_activation", gated_activation_reference),
     Kernel("plain_activation", plain_activation, "cuda", MODEL_DTYPES),
     Kernel("plain_activation", plain_activation_reference),

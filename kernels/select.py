@@ -1,4 +1,5 @@
-"""Selects the kernels for a device and a dtype: Triton's on a GPU, plain PyTorch elsewhere.
+"""Selects the kernels for a device and a dtype: Triton's on a GPU, plain PyTorch elsewhere, but for the few operations
+that the CPU's compiled kernels have with the same arguments.
 
 The table is built from the files of this folder and of those in it: a file that lists `KERNELS` (`kernel.Kernel`) is
 found by being there. The runner asks once, when it loads a model; nothing else compares devices. Not in the table: the

@@ -15,6 +15,7 @@ in its name.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -164,21 +165,32 @@ def main() -> None:
     tokens: dict[tuple[str, str], list[list[int]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(folder, args.shape)
-        for repeat in range(args.repeats):
-            for workload in args.workloads:
-                for engine, python in pythons.items():
-                    try:
-                        answer = _measure(engine, python, folder, workload)
-                    except PeerError as error:
-                        missing.append(f"{engine} failed in run {repeat + 1} of {args.repeats} of {workload}: {error}")
-                        print(missing[-1], flush=True)
-                        continue
-                    rates[workload][engine].append(answer["rate"])
-                    tokens[workload, engine] = answer["tokens"]
-                    print(
-                        f"{repeat + 1}/{args.repeats} {workload} {engine}: {answer['rate']:.0f} tok/CPU-s", flush=True
-                    )
+        with contextlib.suppress(KeyboardInterrupt):  # What there is by then is reported.
+            _alternate(args, pythons, folder, rates, tokens, missing)
     _report(args.shape, rates, tokens, missing)
+
+
+def _alternate(
+    args: argparse.Namespace,
+    pythons: dict[str, str],
+    folder: str,
+    rates: dict[str, dict[str, list[float]]],
+    tokens: dict[tuple[str, str], list[list[int]]],
+    missing: list[str],
+) -> None:
+    """Adds what every engine reaches, in turn, to `rates` and `tokens`."""
+    for repeat in range(args.repeats):
+        for workload in args.workloads:
+            for engine, python in pythons.items():
+                try:
+                    answer = _measure(engine, python, folder, workload)
+                except PeerError as error:
+                    missing.append(f"{engine} failed in run {repeat + 1} of {args.repeats} of {workload}: {error}")
+                    print(missing[-1], flush=True)
+                    continue
+                rates[workload][engine].append(answer["rate"])
+                tokens[workload, engine] = answer["tokens"]
+                print(f"{repeat + 1}/{args.repeats} {workload} {engine}: {answer['rate']:.0f} tok/CPU-s", flush=True)
 
 
 def _pythons(engines: list[str], peers: Path | None) -> tuple[dict[str, str], list[str]]:

@@ -8,7 +8,8 @@ reads is fetched while this one is multiplied. In float32 a panel is two vectors
 integers of 8 and 4 bits, it is 32 outputs, in the order that the processor's dot products take (`narrow.h`). Of
 bfloat16 and of integers there are several ways to multiply the same panels, by what the processor has: that of AMX
 (`tiles.h`), that of AVX-512 BF16 or VNNI, and bfloat16 widened to float32. Which is the fastest is measured when the
-first weight is loaded, as what has an instruction is not always faster by it. Decode attention reads every key and
+first weight is loaded, as what has an instruction is not always faster by it. RMSNorm and SwiGLU pass over their rows
+once, in float32. Decode attention reads every key and
 every value once for the query heads that share it, in any number up to four (two with AVX2). Bytes: those.
 
 The module `_native` is built from C with the package (`pyproject.toml`), for AVX-512 and for AVX2 with FMA; integers
@@ -21,7 +22,7 @@ import functools
 import importlib
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -47,6 +48,8 @@ _TRIAL, _TRIAL_ROWS, _TRIALS = (512, 1024), 32, 7
 _MOST_INPUTS = 1 << 16
 """Of a group: 255 * 127 of each fit 32 bits."""
 _MOST_DIGITS = 3
+_FEW_ELEMENTS = 1 << 15
+_PLAIN = (Tensor, torch.nn.Parameter)
 _FEW_DIGITS = 4
 """Of all rows, for which tiles do not pay: LOG.md, 2026-11-26."""
 
@@ -135,9 +138,33 @@ def ways_of_integers() -> list[str]:
     return [PAIRS, *([TILES] if found.tiles() else [])]
 
 
-@functools.cache
 def fastest_for_halves() -> str:
-    """The way that was the fastest here, measured once in a process: sums in another order have other bits."""
+    """The way that was the fastest here, or that processes which work together use: sums in another order have other
+    bits."""
+    return _agreed or _measured_for_halves()
+
+
+def said_of_halves() -> str:
+    """For `agree_on_halves`: the fastest way here and all that there are; nothing where there is none."""
+    return ",".join([fastest_for_halves(), *ways_of_halves()]) if ways_of_halves() else ""
+
+
+def agree_on_halves(said: Sequence[str]) -> None:
+    """Has this process multiply the weights that it packs from now on as all others do that get the same, what each of
+    them has said: in the first one's fastest way, or in the last that all have where some lack that."""
+    global _agreed
+    fastest, *ways = said[0].split(",")
+    common = [way for way in ways if all(way in one.split(",")[1:] for one in said)]
+    _agreed = fastest if fastest in common else common[-1] if common else ""
+
+
+_agreed = ""
+"""What `agree_on_halves` has found."""
+
+
+@functools.cache
+def _measured_for_halves() -> str:
+    """Once in a process."""
     weight, x_NI = pack_halves(torch.ones(_TRIAL, dtype=torch.bfloat16)), torch.ones(_TRIAL_ROWS, _TRIAL[1])
     half = x_NI.bfloat16()
     return _fastest({way: partial(linear_halves, half, weight, None, _TRIAL[0], way=way) for way in ways_of_halves()})
@@ -183,6 +210,43 @@ def pack(weight_OI: Tensor) -> Tensor:
 def unpack(weight_PIP: Tensor, outputs: int) -> Tensor:
     """The reverse of `pack`, `[O, I]`."""
     return weight_PIP.transpose(1, 2).reshape(-1, weight_PIP.shape[1])[:outputs]
+
+
+def computes(x: Tensor) -> bool:
+    """Whether norms and activations of these rows are: a traced one has no memory."""
+    return x.dtype == torch.float32 and x.is_cpu and type(x) in _PLAIN and multiplies() and x.stride(-1) == 1
+
+
+def _threads_for(x: Tensor) -> int:
+    """Starting threads takes as long as a few thousand elements."""
+    return num_threads() if x.numel() > _FEW_ELEMENTS else 1
+
+
+def rms_norm(x: Tensor, weight_E: Tensor, eps: float, out: Tensor) -> Tensor:
+    """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension of `[N, E]` or `[N, H, E]`; `out` may be `x`."""
+    found = module()
+    assert found is not None
+    x_NHE, out_NHE = (t if t.dim() == 3 else t[:, None] for t in (x, out))
+    assert x_NHE.shape == out_NHE.shape
+    assert x_NHE.shape[2:] == weight_E.shape
+    assert out_NHE.stride(2) == 1
+    assert weight_E.dtype == out.dtype == torch.float32
+    rows, heads, size = x_NHE.shape
+    weight_E = weight_E.contiguous()
+    places = (x_NHE.data_ptr(), *x_NHE.stride()[:2], weight_E.data_ptr(), out_NHE.data_ptr(), *out_NHE.stride()[:2])
+    found.norm(width(), _threads_for(x), *places, rows, heads, size, eps)
+    return out
+
+
+def gated_silu(gate_up_NF: Tensor) -> Tensor:
+    """`silu(gate) * up`, `[N, F]`, of `[N, 2F]`."""
+    found = module()
+    assert found is not None
+    rows, size = gate_up_NF.shape[0], gate_up_NF.shape[1] // 2
+    out_NF = torch.empty(rows, size)
+    place = (gate_up_NF.data_ptr(), gate_up_NF.stride(0), out_NF.data_ptr())
+    found.gate(width(), _threads_for(out_NF), *place, rows, size)
+    return out_NF
 
 
 def linear(

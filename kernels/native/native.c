@@ -35,6 +35,14 @@ struct halves {
     long x_stride, rows, pairs, outputs;
 };
 
+/* Rows, of `heads` each, whose elements are adjacent. */
+struct elements {
+    const float *x, *w;
+    float *y;
+    long x_stride, x_head_stride, y_stride, y_head_stride, heads, size;
+    float eps;
+};
+
 struct decode {
     const float *q, *bias, *sinks;
     const void *keys, *values;
@@ -215,6 +223,32 @@ static PyObject *linear_integers(PyObject *self, PyObject *const *args, Py_ssize
     Py_RETURN_NONE;
 }
 
+/* norm(width, threads, x, x_stride, x_head_stride, weight, y, y_stride, y_head_stride, rows, heads, size, eps) */
+static PyObject *norm(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    long long a[12];
+    if (parse(args, given, a, 12)) return NULL;
+    double eps = given > 12 ? PyFloat_AsDouble(args[12]) : 0;
+    if (PyErr_Occurred()) return NULL;
+    struct elements in = {.x = (float *)a[2], .x_stride = a[3], .x_head_stride = a[4], .w = (float *)a[5],
+                          .y = (float *)a[6], .y_stride = a[7], .y_head_stride = a[8], .heads = a[10], .size = a[11],
+                          .eps = (float)eps};
+    Py_BEGIN_ALLOW_THREADS;
+    spread(a[0] == 16 ? norm_rows_avx512 : norm_rows_avx2, &in, a[9] * a[10], a[1]);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+/* gate(width, threads, x, x_stride, y, rows, size) */
+static PyObject *gate(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    long long a[7];
+    if (parse(args, given, a, 7)) return NULL;
+    struct elements in = {.x = (float *)a[2], .x_stride = a[3], .y = (float *)a[4], .y_stride = a[6], .size = a[6]};
+    Py_BEGIN_ALLOW_THREADS;
+    spread(a[0] == 16 ? gate_rows_avx512 : gate_rows_avx2, &in, a[5], a[1]);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 /* decode(width, threads, half, q, q_stride, keys, values, num_slots, slots, counts, bias, sinks, out, scratch,
    score_stride, batch, heads, kv_heads, dim, tokens, scale) */
 static PyObject *decode(PyObject *self, PyObject *const *args, Py_ssize_t given) {
@@ -243,6 +277,7 @@ static PyObject *threads(PyObject *self, PyObject *none) { return PyBool_FromLon
 static PyMethodDef methods[] = {CALLED(width, METH_NOARGS), CALLED(integers, METH_NOARGS), CALLED(pairs, METH_NOARGS),
                                 CALLED(tiles, METH_NOARGS), CALLED(threads, METH_NOARGS), CALLED(linear, METH_FASTCALL),
                                 CALLED(linear_halves, METH_FASTCALL), CALLED(linear_integers, METH_FASTCALL),
+                                CALLED(norm, METH_FASTCALL), CALLED(gate, METH_FASTCALL),
                                 CALLED(decode, METH_FASTCALL), {NULL, NULL, 0, NULL}};
 #else
 static PyObject *width(PyObject *self, PyObject *none) { return PyLong_FromLong(0); }

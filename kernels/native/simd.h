@@ -26,6 +26,7 @@ typedef uint16_t N(halves) __attribute__((vector_size(WIDTH * 2), aligned(2)));
         for (long p = 0; p < depth; p++, w += PANEL, next += step) {                                                   \
             N(vec) first = *(const N(vec) *)w, second = *(const N(vec) *)(w + WIDTH);                                  \
             __builtin_prefetch(next, 0, 2);                                                                            \
+            if (rows > 2 && step > 64) __builtin_prefetch(next + 64, 0, 2); /* A line has 64 bytes. */                 \
             _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) {                                                  \
                 float value = x[i * x_stride + p];                                                                     \
                 sum[i][0] += value * first;                                                                            \
@@ -132,7 +133,7 @@ TARGET static void N(panels_floats)(const void *job, long from, long to) {
     }
 }
 
-/* ---- Decode attention ---- */
+/* ---- Decode attention, norms and activations ---- */
 
 #define LOW(lane, half) (((lane) & (half) ? WIDTH : 0) + ((lane) & ~(2 * (half) - 1)) + ((lane) & ((half) - 1)))
 #define HIGH(lane, half) (LOW(lane, half) + (half))
@@ -174,6 +175,50 @@ TARGET static inline N(vec) N(exp)(N(vec) x) {
     y = y * r * r + r + 1.0f;
     N(ints) power = (__builtin_convertvector(n, N(ints)) + 127) << 23;
     return (N(vec))((N(ints))(y * (N(vec))power) & ~low);
+}
+
+/* x / sqrt(mean(x^2) + eps) * w. */
+TARGET static void N(norm_rows)(const void *job, long from, long to) {
+    const struct elements *in = job;
+    for (long row = from; row < to; row++) {
+        const float *x = in->x + row / in->heads * in->x_stride + row % in->heads * in->x_head_stride;
+        float *y = in->y + row / in->heads * in->y_stride + row % in->heads * in->y_head_stride, total = 0;
+        N(vec) sum[4] = {{0}};
+        long i = 0;
+        for (; i + 4 * WIDTH <= in->size; i += 4 * WIDTH)
+            for (int j = 0; j < 4; j++) {
+                N(vec) value = *(const N(loose) *)(x + i + j * WIDTH);
+                sum[j] += value * value;
+            }
+        sum[0] = sum[0] + sum[1] + (sum[2] + sum[3]);
+        for (int j = 0; j < WIDTH; j++) total += sum[0][j];
+        for (long j = i; j < in->size; j++) total += x[j] * x[j];
+        float scale = 1 / sqrtf(total / in->size + in->eps);
+        for (i = 0; i + WIDTH <= in->size; i += WIDTH)
+            *(N(loose) *)(y + i) = *(const N(loose) *)(x + i) * scale * *(const N(loose) *)(in->w + i);
+        for (; i < in->size; i++) y[i] = x[i] * scale * in->w[i];
+    }
+}
+
+/* SiLU of the first half of a row, times the second one. */
+TARGET static void N(gate_rows)(const void *job, long from, long to) {
+    const struct elements *in = job;
+    for (long row = from; row < to; row++) {
+        const float *gate = in->x + row * in->x_stride, *up = gate + in->size;
+        float *y = in->y + row * in->y_stride;
+        for (long i = 0; i < in->size; i += WIDTH) {
+            long some = in->size - i < WIDTH ? in->size - i : WIDTH;
+            N(vec) g = {0}, u = {0};
+            if (some == WIDTH) g = *(const N(loose) *)(gate + i), u = *(const N(loose) *)(up + i);
+            else memcpy(&g, gate + i, 4 * some), memcpy(&u, up + i, 4 * some);
+            N(vec) e = N(exp)(-N(larger)(g, -g)), one = (N(vec)){0} + 1;
+            N(ints) below = g < 0;
+            N(vec) part = (N(vec))(((N(ints))e & below) | ((N(ints))one & ~below));
+            g = g * part / (one + e) * u;
+            if (some == WIDTH) *(N(loose) *)(y + i) = g;
+            else memcpy(y + i, &g, 4 * some);
+        }
+    }
 }
 
 TARGET static inline N(vec) N(load_float)(const float *p) { return *(const N(loose) *)p; }

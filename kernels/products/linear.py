@@ -76,6 +76,11 @@ def row_bucket(rows: int) -> int:
     return max(_MIN_ROWS, -(-rows // step) * step)
 
 
+def compiles_by_rows(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of that device and dtype are oneDNN's, which compiles code for each number of rows."""
+    return prepacks(device, dtype) and not native.multiplies()
+
+
 def prepacks(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether weights of that device and dtype are packed, which replaces the plain copy."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call] # torch has no types here

@@ -17,7 +17,7 @@ from exeplan.core.batch import Batch, Chunk, Packing, SequenceState, num_blocks_
 from exeplan.core.models.model import ModelSpec
 from exeplan.errors import InputError
 from exeplan.kernels import native
-from exeplan.kernels.products.linear import prepacks
+from exeplan.kernels.products.linear import compiles_by_rows
 from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.runner.compute.blocks.encoder import EncoderDecoderModel, EncoderStep, num_encoder_tokens
 from exeplan.runner.compute.families import CPU_ONLY, load_model
@@ -79,7 +79,7 @@ class ModelRunner:
         """None where attention takes the CPU's fast path."""
         how = spec.quantization
         by_rows = how and not native.multiplies_integers() and held_bits(how, dtype, self.device) == 8
-        self._prepacked = prepacks(self.device, self.activation) or bool(by_rows)
+        self._compiles_by_rows = compiles_by_rows(self.device, self.activation) or bool(by_rows)
         with torch.inference_mode():
             self.model, self.weight_bytes = load_model(
                 spec,
@@ -165,7 +165,7 @@ class ModelRunner:
             self.prompt_parts = parts
 
     def _bucket(self, num_rows: int) -> RowBucket:
-        return RowBucket.of(num_rows) if self._prepacked else RowBucket(num_rows, 0)
+        return RowBucket.of(num_rows) if self._compiles_by_rows else RowBucket(num_rows, 0)
 
     def _captured_decodes(self, batch: Batch, graphs: DecodeGraphs) -> list[StepSequence]:
         """The sequences of a batch that a graph can compute; empty where one computes more than a token."""

@@ -78,8 +78,11 @@ def connect(
     timeout: float,
     device: torch.device,
     address: str = "127.0.0.1",
-) -> None:
+    says: str = "",
+) -> list[str]:
     """Joins the workers of one generation, and listens for them only on the interface with this address.
+
+    Returns what each of them `says`, by rank.
 
     Raises RuntimeError when they do not all join in time.
     """
@@ -90,8 +93,9 @@ def connect(
             os.environ[variable] = interface_of(address)
     tcp = TCPStore(*store, is_master=False, timeout=datetime.timedelta(seconds=_JOIN_SECONDS))
     ours = PrefixStore(prefix, tcp)
-    ours.set(f"here-{rank}", "")
-    ours.wait([f"here-{other}" for other in range(size)])  # A group would time out on a late peer.
+    ours.set(f"here-{rank}", says)
+    present = [f"here-{other}" for other in range(size)]
+    ours.wait(present)  # A group would time out on a late peer.
     patience = datetime.timedelta(seconds=timeout)
     gpu = device.type == "cuda"
     dist.init_process_group(
@@ -102,6 +106,7 @@ def connect(
         timeout=patience,
         device_id=device if gpu else None,  # Otherwise NCCL guesses it from the rank.
     )
+    return [ours.get(name).decode() for name in present]
 
 
 def tensor_parallel_group(placement: Placement, seat: Seat, buffers: Sequence[str | None], *, timeout: float) -> Group:

@@ -29,6 +29,7 @@ from exeplan.core.batch import Batch, num_blocks_for
 from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import ReferencePass
 from exeplan.errors import InputError
+from exeplan.kernels import native
 from exeplan.runner.compute.blocks.encoder import num_encoder_tokens
 from exeplan.runner.compute.device import local_device
 from exeplan.runner.compute.gpu_memory import measure_kv_budget
@@ -39,7 +40,7 @@ from exeplan.runner.compute.tokens.device_sampling import DeviceSamples, sample_
 from exeplan.runner.compute.tokens.sampling import sample
 from exeplan.runner.compute.tokens.structures import Masks, Structures
 from exeplan.runner.compute.warm_up import warm_up_runner
-from exeplan.runner.compute.weights.precision import check_precision
+from exeplan.runner.compute.weights.precision import activation_dtype, check_precision
 from exeplan.runner.compute.weights.shard import Shard
 from exeplan.runner.distributed.batch_messages import Mirror, token_messages
 from exeplan.runner.distributed.completion import Completion
@@ -177,7 +178,8 @@ class Worker:
         check_precision(options.dtype, options.kv_dtype, device)
         timeout = setup.deadline_seconds
         num_ranks = sum(other.tensor_parallel_size for other in placement)
-        connect(
+        measures = device.type == "cpu" and activation_dtype(options.dtype) == torch.bfloat16
+        said = connect(
             command.store,
             command.prefix,
             rank=seat.rank,
@@ -185,7 +187,10 @@ class Worker:
             timeout=timeout,
             device=device,
             address=command.address,
+            says=native.said_of_halves() if measures else "",
         )
+        if measures:
+            native.agree_on_halves(said)
         group = tensor_parallel_group(placement, seat, command.buffers, timeout=timeout)
         before, after = neighbours(placement, seat.stage)
         self._first, self._last, self._leads = before is None, after is None, seat.rank_in_stage == 0

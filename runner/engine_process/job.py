@@ -60,7 +60,8 @@ class Job:
     """Sequences that have not finished."""
     waiting: set[str]
     """Those whose prefill has not begun."""
-    events: asyncio.Queue[Event | Exception] = field(default_factory=asyncio.Queue)
+    events: list[Event | Exception] = field(default_factory=list)
+    """Those that `next_events` has not given."""
     submission: Submit | None = None
     """What the engine was sent; None until then."""
     client: str = ""
@@ -70,6 +71,8 @@ class Job:
     """By request id, once submitted."""
     _num_unread: int = 0
     """Tokens and log-probabilities of the events that wait."""
+    _waiter: asyncio.Future[None] | None = None
+    """Of a call of `next_events` that waits."""
 
     def submit(self, prompts: Sequence[Prompt], *, stream: bool) -> Submit:
         """What the engine gets; the sequences of the prompts are in the order of `request_ids`."""
@@ -148,8 +151,10 @@ class Job:
         if event.finish_reason == "structure":
             return self.fail(EngineError(_UNFOLLOWED, status=400, code="structure"))
         fault = _FAULTS.get(event.finish_reason or "")
-        self.events.put_nowait(EngineError(fault, status=500) if fault else event)
-        self._num_unread += len(event.token_ids) + sum(1 + len(entry.top) for entry in event.logprobs)
+        self._put(EngineError(fault, status=500) if fault else event)
+        self._num_unread += len(event.token_ids)
+        if event.logprobs:
+            self._num_unread += sum(1 + len(entry.top) for entry in event.logprobs)
         self._num_unread += event.prompt.num_bytes // _PROMPT_BYTES if event.prompt else 0
 
     @property
@@ -165,21 +170,30 @@ class Job:
 
     def fail(self, error: Exception) -> None:
         """The reader of the events gets this error after those that are there."""
-        self.events.put_nowait(error)
+        self._put(error)
+
+    def _put(self, found: Event | Exception) -> None:
+        self.events.append(found)
+        if self._waiter and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def next_events(self) -> list[Event]:
         """All events so far, waiting for the first. Raises InputError or EngineError where that comes first."""
+        if not self.events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        found, self.events, self._num_unread = self.events, [], 0
         events: list[Event] = []
-        self._num_unread = 0  # All of them are taken below.
-        while not events or not self.events.empty():
-            found = await self.events.get()
-            if isinstance(found, Event):
-                events.append(found)
-                continue
-            if not events:
-                raise found
-            self.events.put_nowait(found)  # For the next call; what came after an error is dropped.
-            break
+        for place, one in enumerate(found):
+            if not isinstance(one, Event):
+                self.events = found[place + (not events) :]  # For the next call.
+                if not events:
+                    raise one
+                break
+            events.append(one)
         return events
 
 

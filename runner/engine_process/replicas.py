@@ -50,9 +50,6 @@ AGAIN_SECONDS = 30.0
 _DRAINED_SECONDS = 0.05
 """Between two looks whether a replica that drains has answered all."""
 
-_OF_ONE = ("iteration_tokens", "num_prefill", "num_decode", "slowness", "reference_seconds")
-"""Fields of Stats that are of one engine's iteration, and not sums over all."""
-
 OnStep = Callable[[list[Event], Stats], None]
 
 
@@ -302,8 +299,7 @@ class ReplicaSet:
     @on_step.setter
     def on_step(self, on_step: OnStep) -> None:
         def all_together(events: list[Event], stats: Stats) -> None:
-            one = {name: getattr(stats, name) for name in _OF_ONE}
-            on_step(events, with_fields(self.stats, **one))
+            on_step(events, self._summed(stats))
 
         self._given_on_step, self._on_step = on_step, on_step
         for client in self._clients:
@@ -312,9 +308,23 @@ class ReplicaSet:
     @property
     def stats(self) -> Stats:
         """The sums over all replicas; of what an iteration ran, 0."""
-        every = [client.stats for client in self._clients]
-        names = ("num_waiting", "num_running", "free_blocks", "num_blocks", "num_preemptions")
-        return Stats(**{name: sum(getattr(stats, name) for stats in every) for name in names})
+        return self._summed(Stats())
+
+    def _summed(self, ran: Stats) -> Stats:
+        """With what the iteration of one ran: for every iteration, so the fields are written out."""
+        every = [replica.client.stats for replica in self._replicas]
+        return Stats(
+            num_waiting=sum([stats.num_waiting for stats in every]),
+            num_running=sum([stats.num_running for stats in every]),
+            free_blocks=sum([stats.free_blocks for stats in every]),
+            num_blocks=sum([stats.num_blocks for stats in every]),
+            num_preemptions=sum([stats.num_preemptions for stats in every]),
+            iteration_tokens=ran.iteration_tokens,
+            num_prefill=ran.num_prefill,
+            num_decode=ran.num_decode,
+            slowness=ran.slowness,
+            reference_seconds=ran.reference_seconds,
+        )
 
     @property
     def num_blocks(self) -> int:

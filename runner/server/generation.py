@@ -7,10 +7,10 @@ sequences are dropped.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from textwrap import shorten
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +23,7 @@ from exeplan.runner.ipc.messages import Event, Generate
 from exeplan.runner.server.network.clients import client_of
 from exeplan.runner.server.network.connection import error_response, read_body
 from exeplan.runner.server.network.request_log import note
+from exeplan.runner.server.network.streamed_body import streamed_body
 from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.openai.responses import ChatChunk, CompletionChunk, ResponseBuilder
 from exeplan.runner.server.service import Service
@@ -79,7 +80,7 @@ class Generation(Response):
             first = await self._job.next_events()
             builder = self._service.response_builder(self._request)
             if self._request.stream:
-                await self._stream(builder, first, send)
+                await self._stream(builder, first, scope, send)
                 return note(**builder.usage())
             await self._collect(builder, first)
             note(**builder.usage())
@@ -114,52 +115,49 @@ class Generation(Response):
                 return
             events = await self._job.next_events()
 
-    async def _stream(self, builder: ResponseBuilder, first: Sequence[Event], send: Send) -> None:
+    async def _stream(self, builder: ResponseBuilder, first: Sequence[Event], scope: Scope, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        write = streamed_body(scope, send)
         try:
-            async for chunks in self._chunks(builder, first):
+            events = first
+            while True:
                 body = b""
-                for chunk in chunks:
-                    body += b"data: " + _json(chunk) + b"\n\n"
+                for chunk in await self._chunks(builder, events):
+                    body += b"data: %b\n\n" % _json(chunk)
                     if len(body) > _PART_BYTES:  # Of many choices, each of which repeats a long prompt.
-                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                        await write(body)
                         await asyncio.sleep(0)
                         body = b""
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await write(body)
+                if builder.finished:
+                    break
+                events = await self._job.next_events()
         except (InputError, EngineError) as error:
             note(ended=str(error)[:200])
-            body = b"data: " + _json(as_request_error(error).body()) + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await write(b"data: %b\n\n" % _json(as_request_error(error).body()))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async def _chunks(
-        self, builder: ResponseBuilder, events: Sequence[Event]
-    ) -> AsyncIterator[list[CompletionChunk | ChatChunk]]:
-        """Chunks as they come, one an event; several at a time where the client is slower than the engine."""
-        wants_usage = self._request.usage
-        while not builder.finished:
-            found = []
-            for each in events:
-                choice, event = builder.take(each)
-                if event.prompt:
-                    chunk = await self._in_thread(partial(builder.chunk, choice, event))
-                else:
-                    chunk = builder.chunk(choice, event)
-                if wants_usage:
-                    chunk["usage"] = builder.usage() if self._request.usage_in_each_chunk else None
-                found.append(chunk)
-            if builder.finished and wants_usage:
-                found.append(builder.last_chunk())
-            elif builder.finished:
-                found[-1]["timing"] = builder.timing()
-            yield found
-            if not builder.finished:
-                events = await self._job.next_events()
+    async def _chunks(self, builder: ResponseBuilder, events: Sequence[Event]) -> list[CompletionChunk | ChatChunk]:
+        """One an event; several where the client is slower than the engine."""
+        wants_usage, found = self._request.usage, []
+        for each in events:
+            choice, event = builder.take(each)
+            if event.prompt:
+                chunk = await self._in_thread(partial(builder.chunk, choice, event))
+            else:
+                chunk = builder.chunk(choice, event)
+            if wants_usage:
+                chunk["usage"] = builder.usage() if self._request.usage_in_each_chunk else None
+            found.append(chunk)
+        if builder.finished and wants_usage:
+            found.append(builder.last_chunk())
+        elif builder.finished:
+            found[-1]["timing"] = builder.timing()
+        return found
 
 
-def _json(value: Any) -> bytes:
-    return msgspec.json.encode(value)
+_json = msgspec.json.Encoder().encode
 
 
 def as_request_error(error: Exception) -> RequestError:

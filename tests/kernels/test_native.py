@@ -1,6 +1,7 @@
 """The CPU's compiled kernels equal torch's operations, whatever the rows, the shapes and the processor's vectors."""
 
 import itertools
+import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exeplan.kernels import native
+from exeplan.kernels.activation import gated_activation_compiled, gated_activation_reference
+from exeplan.kernels.norm import rms_norm_compiled, rms_norm_reference
 from exeplan.kernels.products.int8_linear import digits
 from exeplan.kernels.products.int_linear import IntLinear
 from exeplan.kernels.products.linear import Linear
@@ -190,11 +193,66 @@ def test_the_way_of_the_shortest_turn_is_taken_the_later_one_where_it_takes_abou
     assert native._fastest(products) == chosen
 
 
+@pytest.mark.parametrize(("rows", "size"), [(5, 1024), (3, 7), (64, 130), (40, 1000)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_norms_are_torchs_within_rounding(rows, size, in_place, width):
+    x, weight = torch.randn(rows, size + 24)[:, :size], torch.randn(size)
+    wanted = rms_norm_reference(x, weight, 1e-6)
+    assert native.computes(x)
+    found = rms_norm_compiled(x, weight, 1e-6, out=x if in_place else None)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_heads_of_rows_are_normed_in_place(width):
+    qkv_NMD, weight = torch.randn(6, 5, 64), torch.randn(64)
+    wanted = qkv_NMD.clone()
+    wanted[:, 1:4] = rms_norm_reference(qkv_NMD[:, 1:4], weight, 1e-6)
+    rms_norm_compiled(qkv_NMD[:, 1:4], weight, 1e-6, out=qkv_NMD[:, 1:4])
+    torch.testing.assert_close(qkv_NMD, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(5, 2048), (3, 14), (40, 1000)])
+def test_gated_activations_are_torchs_within_rounding(rows, size, width):
+    x = 20 * torch.randn(rows, size + 24)[:, :size]
+    wanted = gated_activation_reference(x, "silu")
+    torch.testing.assert_close(gated_activation_compiled(x, "silu"), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_no_number_stays_none(width):
+    x = torch.tensor([[1.0, math.nan, math.inf, 200.0, -200.0] + [1.0] * 5])
+    wanted, ones = gated_activation_reference(x, "silu"), torch.ones(10)
+    torch.testing.assert_close(gated_activation_compiled(x, "silu"), wanted, equal_nan=True)
+    assert rms_norm_compiled(x, ones, 1e-6).isnan().any()
+
+
+@pytest.mark.skipif(not native._shares_threads(), reason="no OpenMP library in the process")
+def test_threads_change_no_bit_of_norms_and_activations(threads):
+    x, weight = torch.randn(100, 1024), torch.randn(1024)
+    assert torch.equal(*threads(lambda: rms_norm_compiled(x, weight, 1e-6)))
+    assert torch.equal(*threads(lambda: gated_activation_compiled(x, "silu")))
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        (["b,a,b", "a,a,b"], "b"),
+        (["c,a,b,c", "b,a,b"], "b"),
+        (["a,a,b", "b,b"], "b"),
+        (["a,a", ""], ""),
+        (["", "a,a"], ""),
+    ],
+)
+def test_processes_that_work_together_multiply_in_the_first_ones_way_where_all_have_it(said, taken, monkeypatch):
+    monkeypatch.setattr(native, "_agreed", "")
+    native.agree_on_halves(said)
+    assert native._agreed == taken
+
+
 def test_a_processor_without_products_of_bfloat16_multiplies_it_as_float32(monkeypatch):
     module = SimpleNamespace(**{name: getattr(native.module(), name) for name in ("width", "threads", "linear_halves")})
     module.pairs = module.tiles = module.integers = lambda: False
     monkeypatch.setattr(native, "module", lambda: module)
-    monkeypatch.setattr(native, "fastest_for_halves", native.fastest_for_halves.__wrapped__)
+    monkeypatch.setattr(native, "_measured_for_halves", native._measured_for_halves.__wrapped__)
     assert native.description() == f"compiled, {native.width()} floats a vector, bfloat16 as float32"
     x, weight = torch.randn(5, 48).bfloat16(), torch.randn(40, 48).bfloat16()
     torch.testing.assert_close(Linear(weight)(x), F.linear(x, weight), rtol=2**-7, atol=1e-3)

@@ -32,8 +32,15 @@ def test_every_op_that_the_runner_calls_has_both():
 
 
 def test_a_cpu_and_other_dtypes_get_the_references():
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in (torch.bfloat16, torch.float64):
         assert kernels_for(torch.device("cpu"), dtype) == REFERENCE
+
+
+def test_a_cpu_gets_compiled_norms_and_gated_activations_in_float32():
+    found, reference = vars(kernels_for(torch.device("cpu"), torch.float32)), vars(REFERENCE)
+    others = {op: function.__name__ for op, function in found.items() if function is not reference[op]}
+    names = ("rms_norm", "add_rms_norm", "gated_activation")
+    assert others == {name: f"{name}_compiled" for name in names}
     assert kernels_for(torch.device("cuda"), torch.float64) == REFERENCE
 
 

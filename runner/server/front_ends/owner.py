@@ -233,7 +233,7 @@ class _FrontEnd:
             return self.send(_ended(asked.job, error))
         try:
             service.engine.submit(job, asked.prompts, stream=asked.stream)
-            while job.open or not job.events.empty():
+            while job.open or job.events:
                 events = await job.next_events()
                 self.send(JobEvents(job=asked.job, events=[_renamed(event, asked.job) for event in events]))
                 await self._writer.drain()  # What a slow front end does not take waits in its jobs, and has a limit.

@@ -14,6 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exeplan.runner.logs import REQUEST_ID
+from exeplan.runner.server.network.streamed_body import keep_connection
 
 log = logging.getLogger("exeplan.access")
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -42,6 +43,7 @@ class RequestLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        keep_connection(scope, send)
         request_id, began = _request_id(scope), time.monotonic()
         REQUEST_ID.set(request_id)
         fields: dict[str, Any] = {"status": 0}

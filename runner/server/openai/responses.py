@@ -194,7 +194,8 @@ class ResponseBuilder(ABC):
 
     @property
     def finished(self) -> bool:
-        return all(choice.finish_reason for choice in self.choices)
+        choices = self.choices
+        return bool(choices[0].finish_reason) and all(choice.finish_reason for choice in choices)
 
     def usage(self) -> Usage:
         completion = sum(choice.num_tokens for choice in self.choices)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.models.model import load_model_spec
-from exeplan.kernels.products.linear import prepacks, row_bucket
+from exeplan.kernels import native
+from exeplan.kernels.products.linear import compiles_by_rows, prepacks, row_bucket
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.passes.row_buckets import RowBucket
 
@@ -56,9 +57,20 @@ def test_layers_get_buckets_and_logits_do_not_change(runner, monkeypatch):
     assert seen == {row_bucket(length) for length in lengths}
 
 
+def test_products_that_are_not_compiled_by_the_number_of_rows_get_them_as_they_come():
+    if compiles_by_rows(torch.device("cpu"), torch.float32):
+        pytest.skip("products are oneDNN's here")
+    seen: set[int] = set()
+    _logits(ModelRunner(load_model_spec("demo"), num_blocks=32, dummy_weights=True), 65, seen)
+    assert seen == {65}
+
+
 @pytest.fixture(scope="module")
 def runner():
-    return ModelRunner(load_model_spec("demo"), num_blocks=32, dummy_weights=True)
+    """With oneDNN's products."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "multiplies", lambda: False)
+        yield ModelRunner(load_model_spec("demo"), num_blocks=32, dummy_weights=True)
 
 
 def _logits(runner: ModelRunner, num_tokens: int, seen: set[int]) -> torch.Tensor:

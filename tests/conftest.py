@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Device, Measurement, Profile, save_profile
 from exeplan.simulator.cost import CostModel
+
+from .runner.preloaded import Preloaded
 
 _MOST_PROCESSES = 5
 """More would only start more engines side by side."""
@@ -88,6 +91,13 @@ def rates_measured_once() -> Iterator[None]:
         for name in ("copy_rate", "matrix_rate"):
             patch.setattr(device, name, _once(getattr(device, name)))
         yield
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """What forks servers that have imported their modules."""
+    with closing(Preloaded()) as process:
+        yield process
 
 
 @pytest.fixture

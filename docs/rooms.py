@@ -119,8 +119,9 @@ def imported(node: ast.AST, modules: set[str]) -> list[str]:
 def arrows() -> dict[str, set[str]]:
     """The modules that each module imports."""
     trees = sources()
+    modules = set(trees)
     found: dict[str, set[str]] = defaultdict(set)
     for module, tree in trees.items():
         for node in ast.walk(tree):
-            found[module].update(name for name in imported(node, set(trees)) if name != module)
+            found[module].update(name for name in imported(node, modules) if name != module)
     return found

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Device, Measurement, Profile, save_profile
 from exeplan.simulator.cost import CostModel
+
+from .runner.preloaded import Preloaded
 
 _MOST_PROCESSES = 5
 """More would only start more engines side by side."""
@@ -34,6 +37,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One process more than cores for the whole suite, because some wait; none for a part of it, which ends sooner."""
     whole = config.args == config.getini("testpaths")
     return min(len(os.sched_getaffinity(0)) + 1, _MOST_PROCESSES) if whole else 0
+
+
+_LONGEST = ("standins/test_memory.py", "workload/test_arrivals.py", "standins/test_workers_ahead.py")
+"""Late in the order of names: one of them would run alone at the end, for minutes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long begin first, so that several processes end at about the same time."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(_LONGEST))
 
 
 @pytest.fixture(scope="session")
@@ -88,6 +100,13 @@ def rates_measured_once() -> Iterator[None]:
         for name in ("copy_rate", "matrix_rate"):
             patch.setattr(device, name, _once(getattr(device, name)))
         yield
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """What forks servers that have imported their modules."""
+    with closing(Preloaded()) as process:
+        yield process
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The commands print what people and programs need, and answer every mistake with one sentence and exit status 2."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -30,6 +31,12 @@ ESTIMATE = {
     "kv_tokens",
     "memory_bytes_per_gpu",
 }
+
+
+@pytest.fixture(autouse=True)
+def _however_slow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No search is long enough here for its progress to be shown."""
+    monkeypatch.setattr("exeplan.progress._QUIET_SECONDS", math.inf)
 
 
 @pytest.fixture

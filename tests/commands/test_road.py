@@ -8,7 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from exeplan.planner.load_problem import load_plan
 from exeplan.runner import models
 from exeplan.runner.compute.weights.shard import Shard
 from exeplan.simulator.memory import weight_bytes
+
+from ..runner.preloaded import Preloaded, Program
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -81,13 +83,23 @@ def save_checkpoint(family: str, directory: Path) -> str:
 
 
 @contextmanager
-def serving(plan: Path, *options: str) -> Iterator[str]:
-    """The address of `exeplan serve`, started in another working directory."""
-    command = [sys.executable, "-m", "exeplan", "serve", str(plan), "--port", "0", "--replan", "off", *options]
+def serving(plan: Path, *options: str, preloaded: Preloaded | None = None) -> Iterator[str]:
+    """The address of `exeplan serve`, started in another working directory, or forked where `preloaded` is given."""
+    command = ["serve", str(plan), "--port", "0", "--replan", "off", *options]
     paths = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))
-    with subprocess.Popen(
-        command, cwd="/", text=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
-    ) as server:
+    server: subprocess.Popen[str] | Program
+    if preloaded:
+        with chdir("/"):
+            server = preloaded.start("import sys; from exeplan.cli import main; sys.exit(main(sys.argv[1:]))", *command)
+    else:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "exeplan", *command],
+            cwd="/",
+            text=True,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+    with server:
         assert server.stdout is not None
         try:
             line = server.stdout.readline()
@@ -122,11 +134,15 @@ def test_every_file_of_families_is_walked() -> None:
 
 @pytest.mark.parametrize("family", sorted(set(CONFIGS) - {"llama"}))  # Which is walked below.
 def test_from_a_directory_to_an_answer(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    family: str,
+    preloaded: Preloaded,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     expected = save_checkpoint(family, tmp_path / "models" / family)
-    with serving(planned(f"models/{family}", capsys)) as url:
+    with serving(planned(f"models/{family}", capsys), preloaded=preloaded) as url:
         assert answered(url, family) == expected
 
 
@@ -137,6 +153,7 @@ def test_from_a_quantized_directory_to_an_answer(
     layout: str,
     dtype: str,
     held: str,
+    preloaded: Preloaded,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -173,7 +190,7 @@ def test_from_a_quantized_directory_to_an_answer(
     others = quantized_checkpoints.save(tmp_path / "others", "qwen3", quantized_checkpoints.LAYOUTS["gptq-8"])[0]
     assert main(["serve", "plan.yaml", "--model-dir", str(others)]) == 2
     assert "the plan was made for other weights (quantization: " in capfd.readouterr().err
-    with serving(tmp_path / "plan.yaml") as url:
+    with serving(tmp_path / "plan.yaml", preloaded=preloaded) as url:
         text = answered(url, "quantized")
     inputs = torch.tensor([PROMPT])
     expected = model.generate(

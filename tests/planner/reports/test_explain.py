@@ -227,10 +227,15 @@ def test_the_table_has_a_line_for_each_stage(profile: Profile) -> None:
     assert rows == ["0", "1", "all"]
 
 
-def test_every_group_of_unequal_replicas_is_described(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def unequal() -> tuple[Profile, Solution]:
     """Too little memory for many requests on one GPU: two together are better, and the third one serves alone."""
     profile = exeplan.datasheet_profile("opt-13b", "a40-48gb", cluster="a40")
-    solution = exeplan.optimize(profile, "S", cluster="a40", gpus=3, latency_bound="6s", policy="orca", risk="1%")
+    return profile, exeplan.optimize(profile, "S", cluster="a40", gpus=3, latency_bound="6s", policy="orca", risk="1%")
+
+
+def test_every_group_of_unequal_replicas_is_described(unequal: tuple[Profile, Solution]) -> None:
+    profile, solution = unequal
     plan, found = solution.plan, solution.explain()
     assert len(plan.groups) == len(found.breakdowns) == len(solution.optimum.groups) == 2
     text, shown = explanation_lines(found), repr(solution)
@@ -244,9 +249,8 @@ def test_every_group_of_unequal_replicas_is_described(tmp_path: Path) -> None:
     assert again.plan.drift_headroom == plan.drift_headroom
 
 
-def test_the_means_of_unequal_replicas_are_those_of_their_requests() -> None:
-    profile = exeplan.datasheet_profile("opt-13b", "a40-48gb", cluster="a40")
-    solution = exeplan.optimize(profile, "S", cluster="a40", gpus=3, latency_bound="6s", policy="orca", risk="1%")
+def test_the_means_of_unequal_replicas_are_those_of_their_requests(unequal: tuple[Profile, Solution]) -> None:
+    profile, solution = unequal
     plan = solution.plan
     for groups in (solution.optimum.groups, exeplan.simulate(plan, profile=profile).groups):
         for whole, each in ((plan.estimate, [g.estimate for g in groups]), (plan.replay, [g.replay for g in groups])):

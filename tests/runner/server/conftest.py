@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from ..preloaded import Preloaded, Program
 from ..processes import PATIENCE, descendants, eventually, is_alive
 
 CONTEXT = 4096
@@ -79,7 +79,7 @@ class Reply(NamedTuple):
 class Running:
     """A server that answers at `url`; `lines` is what it printed until then."""
 
-    process: "subprocess.Popen[str]"
+    process: "subprocess.Popen[str] | Program"
     url: str
     lines: list[str]
     plan_file: Path
@@ -179,12 +179,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def launch(checkpoint: Path) -> Callable[..., Any]:
+def launch(checkpoint: Path, preloaded: Preloaded) -> Callable[..., Any]:
     """`launch(schedule, placement, **options)` starts a server; leaving the context ends it.
 
     `directory` has another checkpoint, `replicas` lists the first device of each and `more_replicas` other groups, in
     YAML; `log` is a file for its standard error; a server that is `loading` is not waited for longer than until it
-    listens, which its log says.
+    listens, which its log says. Such a server and one that `imports` are programs as users start them, the others are
+    forked with their modules imported.
     """
 
     numbers = itertools.count()
@@ -215,6 +216,7 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
         more_replicas: str = "[]",
         log: Path | None = None,
         loading: bool = False,
+        imports: bool = False,
         **options: Any,
     ) -> Iterator[Running]:
         given = {
@@ -225,13 +227,17 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
             **options,
         }
         plan = plan_file(directory, schedule, placement, list(replicas), more_replicas)
-        command = [sys.executable, "-c", SERVE, str(plan), json.dumps(given)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        arguments = (SERVE, str(plan), json.dumps(given))
         errors = contextlib.nullcontext() if log is None else log.open("w")
-        with (
-            errors as stderr,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment) as process,
-        ):
+        with contextlib.ExitStack() as stack:
+            stderr = stack.enter_context(errors)
+            process: subprocess.Popen[str] | Program
+            if loading or imports:
+                command = [sys.executable, "-c", *arguments]
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+            else:
+                process = preloaded.start(*arguments, stderr=stderr)
+            stack.enter_context(process)
             assert process.stdout
             try:
                 if loading:

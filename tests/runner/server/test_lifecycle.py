@@ -56,17 +56,18 @@ def resident_mib(server):
     return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
 
 
-def test_says_what_it_serves_in_one_line_without_torch_and_with_all_else_that_it_needs(server):
-    line = server.lines[0]
-    for words in (
-        "serving tiny with rra(prefill_batch=4, decode_steps=4)",
-        "0.5 requests/s",
-        "latency 1.5 s (bound 2 s)",
-    ):
-        assert words in line
-    assert "16384 KV tokens" in line
-    assert server.url in line
-    assert server.lines[1].endswith("torch=False scipy.special=True frozen=True\n")
+def test_says_what_it_serves_in_one_line_without_torch_and_with_all_else_that_it_needs(launch):
+    with launch(imports=True) as server:
+        line = server.lines[0]
+        for words in (
+            "serving tiny with rra(prefill_batch=4, decode_steps=4)",
+            "0.5 requests/s",
+            "latency 1.5 s (bound 2 s)",
+        ):
+            assert words in line
+        assert "16384 KV tokens" in line
+        assert server.url in line
+        assert server.lines[1].endswith("torch=False scipy.special=True frozen=True\n")
 
 
 def test_listens_on_loopback_only(server):

@@ -25,6 +25,8 @@ from exeplan.runner.ipc.messages import EngineSetup, Event, Prompt, Sampling, St
 
 from ..processes import PATIENCE, is_alive
 
+pytestmark = pytest.mark.usefixtures("shared_forks")
+
 
 def setup(max_num_seqs: int = 3) -> EngineSetup:
     spec = load_model_spec("demo")

@@ -19,6 +19,7 @@ from exeplan.runner.server.scaler import limits_of
 
 from ..processes import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("shared_forks")
 SPEC = load_model_spec("demo")
 PLAN = Plan(
     model="demo",

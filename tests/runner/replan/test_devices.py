@@ -31,6 +31,7 @@ from exeplan.runner.replan.replanner import Replanner
 
 from ..processes import PATIENCE, descendants
 
+pytestmark = pytest.mark.usefixtures("shared_forks")
 SPEC = load_model_spec("demo")
 PIPELINE = (Stage(devices=(0,), layers=(0, 2)), Stage(devices=(1,), layers=(2, 6)))
 ALONE = (Stage(devices=(0,), layers=(0, 6)),)

@@ -26,6 +26,7 @@ from exeplan.runner.replan.replanner import Replanner
 
 from ..processes import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("shared_forks")
 SPEC = load_model_spec("demo")
 SLOW = Schedule("rra", {"prefill_batch": 1, "decode_steps": 90})
 RULES = Rules(every=0.2, dwell=0.0, least_requests=16, least_for_search=32)
@@ -33,8 +34,9 @@ RULES = Rules(every=0.2, dwell=0.0, least_requests=16, least_for_search=32)
 
 @pytest.fixture
 def plan(profile: Profile, tmp_path: Path) -> Plan:
-    """A plan for outputs of ninety tokens."""
-    save_profile(profile, tmp_path / "p.json")
+    """A plan for outputs of ninety tokens, on a device that has room for some fifty requests of them."""
+    small = replace(profile, device=replace(profile.device, memory_bytes=96 << 20))
+    save_profile(small, tmp_path / "p.json")
     return Plan(
         model="demo",
         schedule=SLOW,

@@ -67,6 +67,12 @@ def tokens_of(executor, schedule, coming) -> dict[str, list[int]]:
     return found
 
 
+def tokens_alone(family: str, coming: list[Request]) -> dict[str, list[int]]:
+    """Without workers."""
+    alone = InProcessExecutor(ModelRunner(SPECS[family], num_blocks=NUM_BLOCKS, dummy_weights=True))
+    return tokens_of(alone, Schedule("orca", {"max_num_seqs": 4}), coming)
+
+
 class Served:
     """What workers on stand-ins made of a load."""
 
@@ -104,10 +110,9 @@ CASES += [("llama", "tp2", "waa-c"), ("llama", "pp2", "waa-c"), ("t5", "pp2", "o
 @pytest.mark.parametrize(("family", "kind", "policy"), CASES)
 def test_tokens_are_those_of_an_engine_that_waits_for_each(family, kind, policy, monkeypatch):
     """Drawn, penalised, and ended by a token that is found when the next pass is running already."""
-    alone = InProcessExecutor(ModelRunner(SPECS[family], num_blocks=NUM_BLOCKS, dummy_weights=True))
     coming = requests(7, KINDS)
     found = Served(monkeypatch, family, WIDTHS[kind], schedule_of(policy, kind), coming)
-    assert found.tokens == tokens_of(alone, Schedule("orca", {"max_num_seqs": 4}), coming)
+    assert found.tokens == tokens_alone(family, coming)
     assert found.num_ahead > 0
     assert not {"to device, pageable", "to host, pageable"} & set(found.machine.copies)
 
@@ -127,12 +132,12 @@ def test_a_decode_pass_of_workers_is_a_graph_on_each_rank_and_few_copies(kind, l
         with monkeypatch.context() as patch:
             return Served(patch, "llama", WIDTHS[kind], schedule_of("orca", kind), coming)
 
-    short, long = served(6), served(16)
+    short, long = served(6), served(10)
     passes = len(long.passes) - len(short.passes)
     more, copies = (
         Counter(getattr(long.machine, name)) - Counter(getattr(short.machine, name)) for name in ("launches", "copies")
     )
-    assert passes == 10 * len(WIDTHS[kind])
+    assert passes == 4 * len(WIDTHS[kind])
     assert more["graph"] == 2 * passes
     assert more.total() <= launches * passes
     assert copies == {"to device": 2 * passes, "to host": 2 * passes}
@@ -198,7 +203,7 @@ FAULTS = {
 def test_a_seeded_fault_is_found(fault, case, monkeypatch):
     kind, error, text = case
     coming = requests(7, KINDS[:2])
-    expected = Served(monkeypatch, "llama", WIDTHS[kind], schedule_of("orca", kind), coming).tokens
+    expected = tokens_alone("llama", coming)
     fault(monkeypatch)
     with pytest.raises(error, match=text):
         _compare(Served(monkeypatch, "llama", WIDTHS[kind], schedule_of("orca", kind), coming, patience=3.0), expected)

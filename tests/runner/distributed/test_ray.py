@@ -81,8 +81,12 @@ class Cluster:
 
     def processes(self, name: str) -> list[int]:
         """Whose names contain this."""
-        found = descendants(self._process.pid)
-        return [pid for pid in found if name in Path(f"/proc/{pid}/comm").read_text()]
+        found = []
+        for pid in descendants(self._process.pid):
+            with contextlib.suppress(OSError):  # It has ended meanwhile.
+                if name in Path(f"/proc/{pid}/comm").read_text():
+                    found.append(pid)
+        return found
 
     def _read(self) -> str:
         assert self._process.stdout

@@ -3,6 +3,7 @@
 Not here: the beginning and the end of a response, which go through them.
 """
 
+import weakref
 from collections.abc import Awaitable, Callable
 
 from starlette.types import Scope, Send
@@ -32,14 +33,16 @@ class StreamedBody:
 
 
 def keep_connection(scope: Scope, send: Send) -> None:
-    """Notes what the outermost layer sends with, for `streamed_body`."""
+    """Notes what the outermost layer sends with, for `streamed_body`; that has the scope itself, and the request's body,
+    which a circle would keep until garbage is collected."""
     if isinstance(cycle := getattr(send, "__self__", None), RequestResponseCycle):
-        scope.setdefault("extensions", {})[_CYCLE] = cycle
+        scope.setdefault("extensions", {})[_CYCLE] = weakref.ref(cycle)
 
 
 def streamed_body(scope: Scope, send: Send) -> Callable[[bytes], Awaitable[None]]:
     """Sends a part of a response's body, once that has begun; through `send` where the server is another one."""
-    if cycle := scope.get("extensions", {}).get(_CYCLE):
+    kept = scope.get("extensions", {}).get(_CYCLE)
+    if kept is not None and (cycle := kept()) is not None:
         return StreamedBody(cycle).write
 
     async def write(part: bytes) -> None:

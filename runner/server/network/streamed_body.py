@@ -33,8 +33,8 @@ class StreamedBody:
 
 
 def keep_connection(scope: Scope, send: Send) -> None:
-    """Notes what the outermost layer sends with, for `streamed_body`; that has the scope itself, and the request's body,
-    which a circle would keep until garbage is collected."""
+    """Notes what the outermost layer sends with, for `streamed_body`. That has the scope and the request's body, and a
+    circle would keep both until garbage is collected."""
     if isinstance(cycle := getattr(send, "__self__", None), RequestResponseCycle):
         scope.setdefault("extensions", {})[_CYCLE] = weakref.ref(cycle)
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 _WORTH = 0.1
-"""Seconds of a call; processes take some 0.03 to start and to end."""
+"""Seconds of a call: to start processes for less gains little."""
 
 _calls: list[Sequence[Callable[[], object]]] = []
 """Of this worker process."""

@@ -71,6 +71,7 @@ class Replays:
 
     def told(self, placed: Problem, schedule: Schedule, *, replicas: int) -> Estimate:
         """What is told of a policy that loses: of its replays where it has any."""
+        self.tell([(placed, schedule, replicas)])
         of = _key(placed, schedule, replicas)
         return mean_estimate(self._known[of][1]) if of in self._known else self._told[of]
 

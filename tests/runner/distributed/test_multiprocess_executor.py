@@ -202,10 +202,10 @@ def test_a_batch_that_takes_longer_than_the_deadline_means_a_worker_that_hangs(c
         assert answers(engine) == expected("llama")
 
 
-def timeline(directory, stages, schedule, path):
+def timeline(directory, stages, schedule, path, rounds=2):
     """(name, stage, requests prefilled, requests decoded, start, end) of every pass after the warm-up."""
     with contextlib.closing(build_engine(setup(directory, stages, schedule, tokens=4096, timeline=path))) as engine:
-        answers(engine, [*REQUESTS, *REQUESTS])
+        answers(engine, REQUESTS * rounds)
     json.loads(path.read_text().rstrip(",\n") + "]")  # As Perfetto reads it.
     passes = [event for event in read_events(path) if event["ph"] == "X"]
     passes = [event for event in passes if not str(event["args"]).count("warm-up")]
@@ -251,8 +251,9 @@ def test_orca_is_first_come_first_served_and_fills_its_slots(checkpoint, tmp_pat
 def test_waa_separates_prefills_from_decodes(checkpoint, tmp_path):
     directory = checkpoint("llama")[1]
     stages = apart(load_model_spec(directory), [1], [1])
-    passes = timeline(directory, stages, APART["waa-c"], tmp_path / "t.json")
+    passes = timeline(directory, stages, APART["waa-c"], tmp_path / "t.json", rounds=10)
     assert all(not decode for _, decode in on_stage(passes, 0))
     assert all(not prefill for prefill, _ in on_stage(passes, 1))
+    # Where both workers share a core with others, few passes of microseconds overlap: hence ten rounds.
     overlap = [(a, b) for a in passes for b in passes if a["tid"] == 0 and b["tid"] == 1]
     assert any(a["ts"] < b["ts"] + b["dur"] and b["ts"] < a["ts"] + a["dur"] for a, b in overlap)

@@ -8,10 +8,12 @@ import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.bounds import MAX_ITL
-from exeplan.core.runs.metrics import RequestRecord, summarize
+from exeplan.core.runs.estimators import narrowed
+from exeplan.core.runs.metrics import RequestRecord, Requests, summarize
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule
 from exeplan.planner.problems.problem import Problem, check_sustained
 from exeplan.simulator.closed_form import SteadyState, steady_state
+from exeplan.simulator.rates.long_run import SlotQueue, in_the_long_run
 from exeplan.simulator.replay import replay
 from exeplan.simulator.routed import Replica, RoutedRun, routed_replay
 from exeplan.simulator.run import Run
@@ -20,7 +22,7 @@ from exeplan.workload.arrivals import Arrivals
 KV_SLACK = 1.5
 """The engine's KV cache over what the steady state needs, where memory allows: room for the start-up and for drift."""
 _REPLAY_REQUESTS = (300, 30_000)
-_ARRIVING = 8000
+_ARRIVING = 2500
 """Requests of a replay with arrivals far from the capacity."""
 _LEAST_GENERATIONS = 2
 """How many times too short a replay may be that still proves a schedule."""
@@ -48,7 +50,7 @@ class FullBatches:
 
 def full_batches(groups: Sequence[tuple[Problem, ReplicaGroup]]) -> FullBatches:
     """By the closed form; each group comes with the problem of one of its replicas."""
-    found = [(steady_state(group.schedule, one.workload, one.cost), one, group.num_replicas) for one, group in groups]
+    found = [(_steady(one, group), one, group.num_replicas) for one, group in groups]
     return FullBatches(
         throughput=sum(count * steady.throughput for steady, _, count in found),
         residents=sum(count * steady.cycle.num_seqs for steady, _, count in found),
@@ -73,7 +75,8 @@ def replay_estimate(
     """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` sets the size of the KV cache,
     and without `record_passes` the run has no passes. `length` is the share of the usual requests where they arrive.
 
-    With an arrival rate, requests arrive at it and their waiting counts; a trace is replayed at its own times.
+    With an arrival rate, requests arrive at it and their waiting counts, as in a long run unless their number is given;
+    a trace is replayed at its own times.
     """
     steady = steady_state(schedule, problem.workload, problem.cost)
     low, high = _REPLAY_REQUESTS
@@ -99,15 +102,34 @@ def replay_estimate(
         deadlines=due.draw(len(inputs), seed=seed) if due and arrivals is not None else None,
         record_passes=record_passes,
     )
+    peak = float(run.peak_kv_tokens)
+    if problem.arrivals:
+        requests, left = run.requests, 1.0
+        if num_requests is None:
+            requests, left = _in_the_long_run(problem, requests, [(steady, 1)])
+        return run, arrived_estimate(problem, requests, [run], [(problem, schedule)], left=left)
     return run, summarize(
         run.requests,
         p99_output=p99,
         bounds=problem.bounds,
-        backlog=arrivals is None,
-        waiting=arrivals is not None,
-        kv_tokens=float(run.peak_kv_tokens),
-        memory_bytes=problem.bytes_held(schedule, float(run.peak_kv_tokens)),
+        kv_tokens=peak,
+        memory_bytes=problem.bytes_held(schedule, peak),
     )
+
+
+def _in_the_long_run(
+    problem: Problem, requests: Requests, replicas: Sequence[tuple[SteadyState, int]]
+) -> tuple[Requests, float]:
+    """As `simulator/rates/long_run.py` has it, behind a router that looks at so many replicas of each kind; a trace and
+    requests with deadlines stay as they are."""
+    arrivals = problem.arrivals
+    assert arrivals is not None
+    if arrivals.of_trace or problem.workload.deadlines:
+        return requests, 1.0
+    capacity = sum(count * steady.throughput for steady, count in replicas)
+    slots = round(sum(count * steady.cycle.num_seqs for steady, count in replicas))
+    queue = SlotQueue(rate=arrivals.rate, capacity=capacity, slots=max(slots, 1))
+    return in_the_long_run(requests, queue, problem.workload)
 
 
 def promised(replayed: Estimate, closed_form: Estimate) -> Estimate:
@@ -185,16 +207,25 @@ def routed_estimate(
         deadlines=due.draw(len(inputs), seed=seed) if due else None,
         record_passes=record_passes,
     )
-    return run, arrived_estimate(problem, run.requests, run.replicas, placed)
+    requests, left = run.requests, 1.0
+    if num_requests is None:
+        replicas = [(_steady(one, group), group.num_replicas) for one, group in groups]
+        requests, left = _in_the_long_run(problem, requests, replicas)
+    return run, arrived_estimate(problem, requests, run.replicas, placed, left=left)
 
 
 def arrived_estimate(
-    problem: Problem, requests: Sequence[RequestRecord], runs: Sequence[Run], placed: Sequence[tuple[Problem, Schedule]]
+    problem: Problem,
+    requests: Sequence[RequestRecord],
+    runs: Sequence[Run],
+    placed: Sequence[tuple[Problem, Schedule]],
+    *,
+    left: float = 1.0,
 ) -> Estimate:
     """The Estimate of requests that came at their own times to replicas that were run so, each on its placement with
-    its schedule."""
+    its schedule; `left` is the share of the error of ttft that a long run leaves (`_in_the_long_run`)."""
     peaks = [float(one.peak_kv_tokens) for one in runs]
-    return summarize(
+    found = summarize(
         requests,
         p99_output=problem.workload.output_quantile(0.99),
         bounds=problem.bounds,
@@ -203,6 +234,13 @@ def arrived_estimate(
         kv_tokens=sum(peaks),
         memory_bytes=max(one.bytes_held(schedule, peak) for (one, schedule), peak in zip(placed, peaks, strict=True)),
     )
+    firsts = {name: narrowed(of, left) for name, of in found.evidence.items() if name.endswith("ttft")}
+    return replace(found, evidence={**found.evidence, **firsts})
+
+
+def _steady(problem: Problem, group: ReplicaGroup) -> SteadyState:
+    """Of one replica of the group."""
+    return steady_state(group.schedule, problem.workload, problem.cost)
 
 
 def _replica(problem: Problem, group: ReplicaGroup) -> Replica:
@@ -225,7 +263,7 @@ def _routed_requests(
     capacity = filling = 0.0
     for problem, group in groups:
         assert problem.arrivals is not None
-        steady = steady_state(group.schedule, problem.workload, problem.cost)
+        steady = _steady(problem, group)
         check_sustained(steady, problem.arrivals)
         capacity += group.num_replicas * steady.throughput
         filling += group.num_replicas * _filling(problem.arrivals, steady)

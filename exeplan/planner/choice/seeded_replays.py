@@ -9,11 +9,13 @@ import time
 from collections.abc import Hashable, Sequence
 from functools import partial
 
+import numpy as np
+
 from exeplan.core.bounds import utilizations
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule, num_devices
 from exeplan.forked import forked
 from exeplan.planner.problems.problem import Problem
-from exeplan.planner.problems.ranking import decided, mean_estimate, seeds_to_decide
+from exeplan.planner.problems.ranking import decided, known_well, mean_estimate, seeds_to_decide
 from exeplan.planner.problems.replays import replay_estimate, routed_estimate
 from exeplan.planner.problems.replicas import together
 from exeplan.simulator.run import Run
@@ -47,7 +49,8 @@ class Replays:
         """That the last one took."""
 
     def of(self, placed: Problem, schedule: Schedule, *, replicas: int) -> Replayed:
-        """By one seed and as many further ones as bounds at a rate need; `placed` is the problem of one of so many."""
+        """By one seed and as many further ones as bounds at a rate need, and as a mean ttft that is known well does;
+        `placed` is the problem of one of so many."""
         of = _key(placed, schedule, replicas)
         if of not in self._known:
             since = time.perf_counter()
@@ -82,13 +85,15 @@ class Replays:
         )
 
     def _needs_more(self, replays: list[Estimate]) -> bool:
-        """Whether another seed may decide if the bounds hold at the rate; a trace comes at its own times, always."""
+        """Whether another seed may decide if the bounds hold at the rate, or tell how long requests wait; a trace comes
+        at its own times, always."""
         arrivals = self.problem.arrivals
         if arrivals is None or arrivals.of_trace or not self.further:
             return False
         if seeds_to_decide(len(replays)) == len(replays):
             return False
-        return not decided([utilizations(self.problem.bounds, one) for one in replays])
+        used = [utilizations(self.problem.bounds, one) for one in replays]
+        return not decided(used) or (np.mean(used, axis=0).max() <= 1 and not known_well(replays))
 
     def _estimate(
         self, placed: Problem, schedule: Schedule, replicas: int, *, more: int = 0, length: float = 1.0

@@ -33,6 +33,8 @@ _STUDENT_90 = (6.314, 2.92, 2.353, 2.132, 2.015, 1.943, 1.895)
 FAR = 0.5
 """A single replay that uses no bound by more than this proves them, chance would have to double it; one that exceeds a
 bound by as large a factor disproves it."""
+_WELL = 0.05
+"""Half the interval of a mean ttft that is known well, over it."""
 _LOOKS = (3, MOST_SEEDS)
 """Numbers of seeds after which an interval is looked at."""
 
@@ -111,6 +113,13 @@ def certain(by_bound: Sequence[Sequence[float]]) -> bool:
 def certainly_broken(by_bound: Sequence[Sequence[float]]) -> bool:
     """Whether a bound breaks at the confidence and not only in the mean."""
     return any(float(np.mean(values)) - half_interval(values) > 1 for values in by_bound)
+
+
+def known_well(replays: Sequence[Estimate]) -> bool:
+    """Whether the interval of their mean ttft is narrow enough to tell it: near the capacity one replay may err by a
+    fifth."""
+    found = mean_estimate(replays).evidence.get("ttft")
+    return found is None or (found.low is not None and found.value - found.low <= _WELL * found.value)
 
 
 def mean_estimate(replays: Sequence[Estimate]) -> Estimate:

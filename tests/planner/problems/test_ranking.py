@@ -16,6 +16,7 @@ from exeplan.core.schedule import Estimate, Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.choice import pipelines, seeded_replays
 from exeplan.planner.choice.optimize import as_json, optimize
+from exeplan.planner.choice.seeded_replays import Replays
 from exeplan.planner.problems import replays
 from exeplan.planner.problems.headroom import drift_headroom
 from exeplan.planner.problems.problem import Problem, make_problem
@@ -27,11 +28,13 @@ from exeplan.planner.problems.ranking import (
     certain,
     certainly_broken,
     decided,
+    known_well,
     mean_estimate,
 )
 from exeplan.planner.problems.replays import replay_estimate, too_short
 from exeplan.planner.reports.report import optimum_report
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.run import Run
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
@@ -317,6 +320,21 @@ def test_far_below_its_bounds_a_rate_takes_one_replay(at_rate: Problem, monkeypa
     found = optimize(wide, policies=("orca",))
     assert counted == [0]
     assert "one replay proves the bounds: it uses at most 50 % of each" in optimum_report(found, wide)
+
+
+def test_waits_that_chance_hides_are_replayed_with_more_seeds(at_rate: Problem) -> None:
+    """Batches of requests near the capacity, far below the bound: one replay would do for the bound alone."""
+    static = Schedule("static", {"batch_size": 8, "micro_batches": 1, "prefill_micro_batches": 1})
+    capacity = steady_state(static, at_rate.workload, at_rate.cost).throughput
+    near = replace(at_rate, bound=Bound(seconds=100.0), arrivals=Arrivals(rate=0.95 * capacity))
+    _, found = Replays(near, seed=0, num_requests=None, further=True, one_replica=False).of(near, static, replicas=1)
+    _, alone = Replays(near, seed=0, num_requests=None, further=False, one_replica=False).of(near, static, replicas=1)
+    assert len(found) > 1
+    assert len(alone) == 1
+    assert not known_well(alone)
+    ttft = mean_estimate(found).evidence["ttft"]
+    assert ttft.low is not None
+    assert ttft.value - ttft.low < 0.2 * ttft.value
 
 
 def test_a_schedule_that_is_found_again_is_not_replayed_again(

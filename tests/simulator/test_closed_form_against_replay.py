@@ -30,7 +30,7 @@ from exeplan.workload.workload import Workload
 from .machine import CLUSTER, with_tensor_parallel
 
 LAYERS = 8
-CASES = 8
+CASES = 6
 """Of each policy."""
 PERCENTILES = {
     "p50-ttft": {"median": 0.03, "most": 0.35, "worst": 0.6},

@@ -22,7 +22,7 @@ from exeplan.workload.arrivals import Arrivals
 KV_SLACK = 1.5
 """The engine's KV cache over what the steady state needs, where memory allows: room for the start-up and for drift."""
 _REPLAY_REQUESTS = (300, 30_000)
-_ARRIVING = 2500
+_ARRIVING = 8000
 """Requests of a replay with arrivals far from the capacity."""
 _LEAST_GENERATIONS = 2
 """How many times too short a replay may be that still proves a schedule."""

@@ -126,7 +126,7 @@ def test_the_closed_form_at_a_rate_predicts_the_replay(schedule: Schedule, law: 
     for load in (0.3, 0.6, 0.8):
         problem = asked(profile, law, rate=load * most)
         predicted = problem.estimate(schedule)
-        _, replayed = replay_estimate(problem, schedule, seed=0)
+        _, replayed = replay_estimate(problem, schedule, seed=0, num_requests=4000)
         assert predicted.throughput == pytest.approx(replayed.throughput, rel=0.05)
         assert replayed.latency is not None
         assert predicted.latency is not None

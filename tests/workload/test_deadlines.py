@@ -126,7 +126,7 @@ def test_optimize_keeps_the_share_and_simulate_prints_it(folder: Path, capsys: p
     assert plan.replay.deadline_share is not None
     assert plan.replay.deadline_share >= 0.95
     capsys.readouterr()
-    assert main(["simulate", "plan.yaml"]) == 0
+    assert main(["simulate", "plan.yaml", "--requests", "300"]) == 0
     assert "deadlines met" in capsys.readouterr().out
     assert main(["simulate", "plan.yaml", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -3,18 +3,18 @@
 Near the capacity a replay of ten thousand requests errs by a third in its mean wait: queues follow chance for thousands
 of requests, and a replay begins without one. A queue of as many servers as the engine has slots, each of which takes a
 fixed time a token, waits nearly as long with the same requests, where admission is slot by slot: the correlation is
-0.95 to 1. It runs five hundred times as fast, so that its own long run is known. What it lacks in the replay's requests
-against its long run, the engine lacks as well:
+0.95 to 1. A request of it takes half a microsecond, so that its own long run is known. What it lacks in the replay's
+requests against its long run, the engine lacks as well:
 
     wait of a request + slope (G(its wait in the queue) - its wait in the queue)
 
 G maps the quantiles of the queue's waits in the replay to those in its long run, and the slope is that of the engine's
-waits over the queue's. In the mean this is a control variate, which leaves 2 to 6 % of the error's third. The mean of
-the long run itself is known as closely as it is by another one, the waits behind a single server of the same work, of
-which the mean is known (Pollaczek and Khinchine). Where the two do not wait alike (batches that run to completion,
-cycles of `rra`), requests stay as they are.
+waits over the queue's. In the mean this is a control variate. The mean of the long run itself is known better by another
+one, the waits behind a single server of the same work, of which the mean is known (Pollaczek and Khinchine). Where the
+two do not wait alike (batches that run to completion, cycles of `rra`), requests stay as they are.
 
-Source: control variates, Law and Kelton, Simulation Modeling and Analysis, section 11.4. Not here: how long a replay
+How much of the work prompts are is what makes the two most alike. Source: control variates, Law and Kelton, Simulation
+Modeling and Analysis, section 11.4. What it brings: `python -m benchmarks.planner.rates`. Not here: how long a replay
 is, and what becomes of its requests (`exeplan/planner/problems/replays.py`).
 """
 
@@ -31,6 +31,8 @@ from exeplan.workload.workload import Workload
 
 _ALIKE = 0.9
 """Correlation of the waits of single requests below which the queue says nothing of the engine."""
+_PROMPTS = (0.0, 0.25, 0.5, 0.75)
+"""Shares of the work that prompts may be."""
 _FEW = 30
 """Requests that wait, below which there is nothing to learn from."""
 _MOST_LOAD = 0.97
@@ -53,12 +55,18 @@ class SlotQueue:
     capacity: float
     """Requests/s with all slots full."""
     slots: int
+    prompts: float = 0.0
+    """Share of the work that prompts are, by their tokens; answers are the rest."""
 
-    def waits(self, workload: Workload, arrivals: Floats, outputs: Ints) -> Floats:
+    def seconds(self, workload: Workload, inputs: Ints, outputs: Ints) -> Floats:
+        """For which each request would have all slots to itself, by its tokens."""
+        of_prompts = self.prompts * (inputs / workload.mean_input) if self.prompts else 0.0
+        return (of_prompts + (1 - self.prompts) * (outputs / workload.mean_output)) / self.capacity
+
+    def waits(self, arrivals: Floats, seconds: Floats) -> Floats:
         """Seconds until each has a slot, first come first served; times of arrival rise."""
-        seconds = outputs * (self.slots / (self.capacity * workload.mean_output))
         free, found = [0.0] * self.slots, []
-        for come, taken in zip(arrivals.tolist(), seconds.tolist(), strict=True):
+        for come, taken in zip(arrivals.tolist(), (self.slots * seconds).tolist(), strict=True):
             first = free[0]
             begins = first if first > come else come
             found.append(begins - come)
@@ -73,20 +81,33 @@ def in_the_long_run(requests: Requests, queue: SlotQueue, workload: Workload) ->
     if queue.rate > _MOST_LOAD * queue.capacity:
         return requests, 1.0
     counted = slice(int(_FILLING_UP * len(requests)), None)
-    in_queue = queue.waits(workload, requests.arrivals, requests.output_tokens)[counted]
     in_engine = (requests.first_tokens - requests.arrivals)[counted]
-    if np.count_nonzero(in_queue) < _FEW:
-        return requests, 1.0
-    (_, both), (_, own) = np.cov(in_engine, in_queue)
-    alike = float(both / np.sqrt(own * in_engine.var(ddof=1)))
-    if not alike >= _ALIKE:
+    alike, slope, queue, in_queue = max(
+        (_alike(requests, replace(queue, prompts=share), workload, counted) for share in _PROMPTS),
+        key=lambda found: found[0],
+    )
+    if alike < _ALIKE:
         return requests, 1.0
     order = np.lexsort((in_engine, in_queue))
     lacking = np.empty(len(in_queue))
     lacking[order] = _quantiles(_long_run(queue, workload), len(in_queue)) - in_queue[order]
     arrivals = requests.arrivals.copy()
-    arrivals[counted] = np.minimum(arrivals[counted] - both / own * lacking, requests.starts[counted])
+    arrivals[counted] = np.minimum(arrivals[counted] - slope * lacking, requests.starts[counted])
     return replace(requests, arrivals=arrivals), float(np.sqrt(1 - alike**2))
+
+
+def _alike(
+    requests: Requests, queue: SlotQueue, workload: Workload, counted: slice
+) -> tuple[float, float, SlotQueue, Floats]:
+    """The correlation of the engine's waits with the queue's, 0 where few wait, and the slope of the former over the
+    latter; the queue and its waits."""
+    seconds = queue.seconds(workload, requests.input_tokens, requests.output_tokens)
+    waits = queue.waits(requests.arrivals, seconds)[counted]
+    if np.count_nonzero(waits) < _FEW:
+        return 0.0, 0.0, queue, waits
+    in_engine = (requests.first_tokens - requests.arrivals)[counted]
+    (_, both), (_, own) = np.cov(in_engine, waits)
+    return float(both / np.sqrt(own * in_engine.var(ddof=1))), float(both / own), queue, waits
 
 
 def _quantiles(rising: Floats, number: int) -> Floats:
@@ -99,11 +120,10 @@ def _quantiles(rising: Floats, number: int) -> Floats:
 def _long_run(queue: SlotQueue, workload: Workload) -> Floats:
     """Waits of many requests, rising; their mean is that of a stream without end, as nearly as it is known."""
     rng = np.random.default_rng(_SEED)
-    _, outputs = workload.sample(_LONG, seed=_SEED, stratified=False)
+    seconds = queue.seconds(workload, *workload.sample(_LONG, seed=_SEED, stratified=False))
     arrivals = np.cumsum(rng.exponential(1 / queue.rate, _LONG))
     counted = slice(int(_FILLING_UP * _LONG), None)
-    waits = queue.waits(workload, arrivals, outputs)[counted]
-    behind_one = _behind_one(arrivals, outputs / (queue.capacity * workload.mean_output))[counted]
+    waits, behind_one = queue.waits(arrivals, seconds)[counted], _behind_one(arrivals, seconds)[counted]
     blocks, of_one = (each.reshape(_BLOCKS, -1).mean(axis=1) for each in (waits, behind_one))
     (_, both), (_, own) = np.cov(blocks, of_one)
     mean = waits.mean() + both / own * (_mean_behind_one(queue, workload) - behind_one.mean()) if own > 0 else 0.0
@@ -121,5 +141,5 @@ def _behind_one(arrivals: Floats, seconds: Floats) -> Floats:
 def _mean_behind_one(queue: SlotQueue, workload: Workload) -> float:
     """Of a Poisson stream: rate x E[seconds^2] / 2 / (1 - load)."""
     weights = workload.weights / workload.weights.sum()
-    seconds = workload.outputs / (queue.capacity * workload.mean_output)
+    seconds = queue.seconds(workload, workload.inputs, workload.outputs)
     return float(queue.rate * (weights @ seconds**2) / 2 / (1 - queue.rate / queue.capacity))

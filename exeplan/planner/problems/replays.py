@@ -32,6 +32,9 @@ _MOST_ROUTED = 40_000
 """The same of all replicas together, and where many are held."""
 _FILLS = 10
 """Requests of a replay over those that come until the batches are filled: its first tenth does not count."""
+_LONG_RUN = (
+    "waits for a slot: those of a long run, by a queue of as many servers with the same requests and without end"
+)
 _LONG_REQUESTS = 4
 """Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
 
@@ -234,8 +237,10 @@ def arrived_estimate(
         kv_tokens=sum(peaks),
         memory_bytes=max(one.bytes_held(schedule, peak) for (one, schedule), peak in zip(placed, peaks, strict=True)),
     )
+    if left == 1:
+        return found
     firsts = {name: narrowed(of, left) for name, of in found.evidence.items() if name.endswith("ttft")}
-    return replace(found, evidence={**found.evidence, **firsts})
+    return replace(found, evidence={**found.evidence, **firsts}, notes=(*found.notes, _LONG_RUN))
 
 
 def _steady(problem: Problem, group: ReplicaGroup) -> SteadyState:

@@ -83,6 +83,8 @@ def test_replays_agree_with_each_other_and_with_a_long_one(profile: Profile) -> 
     plain = [replays.arrived_estimate(problem, run.requests, [run], [(problem, ORCA)]) for run, _ in runs]
     known = [found for _, found in runs]
     truth = long_replay(problem, ORCA, count=50_000)
+    assert all("waits for a slot: those of a long run" in str(one.notes) for one in known)
+    assert not any("waits" in str(one.notes) for one in plain)
     assert agree([one.ttft for one in plain], [one.ttft for one in known], truth.ttft)
     p95 = "p95-ttft"
     assert agree([p.percentiles[p95] for p in plain], [k.percentiles[p95] for k in known], truth.percentiles[p95])
@@ -150,3 +152,14 @@ def test_no_request_comes_after_it_has_begun(profile: Profile) -> None:
     assert left < 0.5
     assert (moved.arrivals <= moved.starts).all()
     assert np.count_nonzero(moved.arrivals != run.requests.arrivals) > 100
+
+
+def test_prompts_count_where_they_are_much_of_the_work(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = at_rate(profile, "normal:in=400,300,900;out=20,10,60", ORCA, 0.9)
+    run, _ = replay_estimate(problem, ORCA, seed=0, length=0.3, record_passes=False)
+    assert problem.arrivals is not None
+    queue = SlotQueue(rate=problem.arrivals.rate, capacity=problem.arrivals.rate / 0.9, slots=4)
+    _, left = in_the_long_run(run.requests, queue, problem.workload)
+    monkeypatch.setattr(long_run, "_PROMPTS", (0.0,))
+    _, by_answers = in_the_long_run(run.requests, queue, problem.workload)
+    assert left < 0.7 * by_answers

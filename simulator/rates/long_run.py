@@ -9,9 +9,9 @@ requests against its long run, the engine lacks as well:
     wait of a request + slope (G(its wait in the queue) - its wait in the queue)
 
 G maps the quantiles of the queue's waits in the replay to those in its long run, and the slope is that of the engine's
-waits over the queue's. In the mean this is a control variate. The mean of the long run itself is known better by another
-one, the waits behind a single server of the same work, of which the mean is known (Pollaczek and Khinchine). Where the
-two do not wait alike (batches that run to completion, cycles of `rra`), requests stay as they are.
+waits over the queue's. In the mean this is a control variate. The mean of the long run itself is known better by yet
+another one, the waits behind a single server of the same work, of which the mean is known (Pollaczek and Khinchine).
+Where the two do not wait alike (batches that run to completion, cycles of `rra`), requests stay as they are.
 
 How much of the work prompts are is what makes the two most alike. Source: control variates, Law and Kelton, Simulation
 Modeling and Analysis, section 11.4. What it brings: `python -m benchmarks.planner.rates`. Not here: how long a replay

@@ -131,8 +131,8 @@ def test_the_closed_form_at_a_rate_predicts_the_replay(schedule: Schedule, law: 
         assert replayed.latency is not None
         assert predicted.latency is not None
         ratios += [predicted.latency / replayed.latency, predicted.ttft / replayed.ttft]
-    # The replay decides; the closed form before it must have the right magnitude. At the lowest rate it gives every cycle
-    # of `rra` a prompt, and most have none: half too much.
+    # The replay decides; the closed form before it must have the right magnitude. At the lowest rate it gives every
+    # cycle of `rra` a prompt, and most have none: half too much.
     assert 0.6 < np.median(ratios) < 1.3
     assert min(ratios) > 0.4
     assert max(ratios) < 1.6

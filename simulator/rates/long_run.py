@@ -1,10 +1,9 @@
 """The waits of a replay's requests, as a stream without end has them.
 
-Near the capacity a replay of ten thousand requests errs by a third in its mean wait: queues follow chance for thousands
-of requests, and a replay begins without one. A queue of as many servers as the engine has slots, each of which takes a
-fixed time a token, waits nearly as long with the same requests, where admission is slot by slot: the correlation is
-0.95 to 1. A request of it takes half a microsecond, so that its own long run is known. What it lacks in the replay's
-requests against its long run, the engine lacks as well:
+Near the capacity queues follow chance for thousands of requests, and a replay begins without one. A queue of as many
+servers as the engine has slots, each of which takes a fixed time a token, waits nearly as long with the same requests,
+where admission is slot by slot. It takes no passes, so that its own long run is soon known. What it lacks in the
+replay's requests against its long run, the engine lacks as well:
 
     wait of a request + slope (G(its wait in the queue) - its wait in the queue)
 

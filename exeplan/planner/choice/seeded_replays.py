@@ -9,8 +9,6 @@ import time
 from collections.abc import Hashable, Sequence
 from functools import partial
 
-import numpy as np
-
 from exeplan.core.bounds import utilizations
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule, num_devices
 from exeplan.forked import forked
@@ -92,8 +90,10 @@ class Replays:
             return False
         if seeds_to_decide(len(replays)) == len(replays):
             return False
-        used = [utilizations(self.problem.bounds, one) for one in replays]
-        return not decided(used) or (np.mean(used, axis=0).max() <= 1 and not known_well(replays))
+        if not decided([utilizations(self.problem.bounds, one) for one in replays]):
+            return True
+        kept = max(utilizations(self.problem.bounds, mean_estimate(replays))) <= 1
+        return kept and not known_well(replays)
 
     def _estimate(
         self, placed: Problem, schedule: Schedule, replicas: int, *, more: int = 0, length: float = 1.0

@@ -116,8 +116,8 @@ def certainly_broken(by_bound: Sequence[Sequence[float]]) -> bool:
 
 
 def known_well(replays: Sequence[Estimate]) -> bool:
-    """Whether the interval of their mean ttft is narrow enough to tell it: near the capacity one replay may err by a
-    fifth."""
+    """Whether the interval of their mean ttft is narrow enough to tell it, which that of one replay near the capacity
+    often is not."""
     found = mean_estimate(replays).evidence.get("ttft")
     return found is None or (found.low is not None and found.value - found.low <= _WELL * found.value)
 

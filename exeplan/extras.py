@@ -42,14 +42,15 @@ SERVING = ("torch", "safetensors", "tokenizers", "jinja2", "llguidance", "fastap
 
 def require(purpose: str, *modules: str) -> None:
     """Raises MissingPackage unless all of the modules are installed; `purpose` begins the sentence."""
-    for module in modules:
-        if find_spec(module) is None:
-            raise MissingPackage(missing(purpose, module))
+    if gone := [module for module in modules if find_spec(module) is None]:
+        raise MissingPackage(missing(purpose, *gone))
 
 
-def missing(purpose: str, module: str) -> str:
-    """`serving needs torch, which is not installed: pip install 'exeplan[serve]'`."""
-    return f"{purpose} needs {module}, which is not installed: pip install 'exeplan[{EXTRA_OF[module]}]'"
+def missing(purpose: str, module: str, *others: str) -> str:
+    """`serving needs torch, which is not installed: pip install 'exeplan[serve]'`, and the extras of the others."""
+    extras = dict.fromkeys(EXTRA_OF[name] for name in (module, *others))
+    packages = " ".join(f"'exeplan[{extra}]'" for extra in extras)
+    return f"{purpose} needs {module}, which is not installed: pip install {packages}"
 
 
 def frame(rows: Sequence[dict[str, Any]], *, index: str | None = None) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 import exeplan
 from exeplan.cli import main
-from exeplan.extras import EXTRA_OF, SERVING
+from exeplan.extras import EXTRA_OF, SERVING, missing
 
 PACKAGE = Path(exeplan.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -150,3 +150,9 @@ def test_a_missing_package_of_no_extra_is_a_fault_of_ours(folder: Path, monkeypa
 
 def test_what_serving_checks_is_part_of_its_extra() -> None:
     assert {EXTRA_OF[module] for module in SERVING} == {"serve"}
+
+
+def test_all_extras_that_are_missing_are_named_at_once() -> None:
+    assert missing("the demo", "torch", "fastapi", "matplotlib") == (
+        "the demo needs torch, which is not installed: pip install 'exeplan[serve]' 'exeplan[analysis]'"
+    )

@@ -146,7 +146,7 @@ class _Tokens:
 
     def __init__(self, batch: Batch) -> None:
         spans = batch.spans
-        self.rows = len(batch.decode)
+        self.rows, self.prefills = len(batch.decode), len(batch.prefill)
         self.context = sum(s.num_tokens for s in batch.decode)
         self.prompts = sum(end - start for start, end in spans)
         self.squares = sum(end**2 - start**2 for start, end in spans)
@@ -174,6 +174,9 @@ def _device_work(cost: CostModel, number: int, tokens: _Tokens, *, last: bool) -
         weights = layer_parameters_used(spec, encoder=True)
         flops += encoders * (2 * weights * tokens.prompts + 4 * width * tokens.squares)
         size += encoders * weights * bytes_each
+    if last and cost.profile.last_layer_saving and not apart:
+        inside = tokens.prompts - tokens.prefills
+        flops -= 2 * cost.profile.last_layer_saving * layer_parameters_used(spec) * inside
     if last and tokens.rows:
         flops += 2 * embedding_parameters(spec) * tokens.rows
         size += stage.data_parallel_size * embedding_parameters(spec) * bytes_each

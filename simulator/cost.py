@@ -3,6 +3,8 @@
     stage = overhead(rows) + control(rows) on the first stage, where there are several devices
           + layers * (rest(tokens) + attention(prefill) + attention(decode) + all-reduces(tokens))
           + embed(tokens) on the first stage + head(rows) on the last + send(tokens) to the next
+          - saving * (rest(tokens) - rest(rows)) and its all-reduces on the last, where its last layer goes on behind
+            the attention with only the rows whose next token is wanted
 
 With attention data parallelism a layer is as slow as the fullest rank, and the routed experts and exchanges with them
 come on top (`ranks.py`). Ragged batches cost by total context, not by batch * max. An encoder-decoder model prefills on
@@ -303,8 +305,21 @@ class CostModel(PlacementTimings):
             seconds += self.control.at(rows + prefills)
         if kind.send:
             seconds += self._send_seconds[kind.send](self._bytes_per_token * (prompts + rows))
+        if not kind.last:
+            return seconds
         sampled = rows + prefills if self.first_token_from_prefill else rows
-        return seconds + (shard.head.at(sampled) if kind.last and sampled else 0.0)
+        if prompts and self.profile.last_layer_saving:
+            seconds -= self._spared_seconds(kind, prompts + rows, sampled)
+        return seconds + (shard.head.at(sampled) if sampled else 0.0)
+
+    def _spared_seconds(self, kind: StageKind, tokens: float, sampled: float) -> float:
+        """What the last layer does not compute behind its attention, of tokens inside prompts."""
+        rest, reduce = self.shards[kind.size].rest["prefill"], self._all_reduce_seconds.get(kind.sums)
+        saved = self.profile.last_layer_saving * (rest.at(tokens) - rest.at(sampled))
+        if reduce:
+            size = self._bytes_per_token
+            saved += num_all_reduces(self.spec) * (reduce(size * tokens) - reduce(size * sampled))
+        return max(saved, 0.0)
 
 
 def _of_one(curve: Callable[[Floats | float], Floats]) -> Callable[[float], float]:

@@ -99,6 +99,8 @@ class PassSeconds:
         if kind.last:
             sampled = p.rows + p.prefills if self.cost.first_token_from_prefill else p.rows
             seconds = seconds + np.where(sampled > 0, self.shard.head(sampled), 0.0)
+            if self.cost.profile.last_layer_saving:
+                seconds = seconds - self._spared_seconds(link, sampled)
         if kind.send:
             if kind.send not in self._sends:
                 self._sends[kind.send] = self._send_seconds(kind.send)
@@ -131,6 +133,17 @@ class PassSeconds:
             return self._decoder + num_all_reduces(spec) * p.expected(sums), self._encoder
         encoder = self._encoder + num_all_reduces(spec, encoder=True) * p.expected_of_prompts(sums)
         return self._decoder + num_all_reduces(spec) * sums(p.rows), encoder
+
+    def _spared_seconds(self, link: SumsOver, sampled: Floats) -> Floats:
+        """What the last layer does not compute behind its attention, of tokens inside prompts."""
+        cost, p = self.cost, self.passes
+        reduce = cost.all_reduces.get(link)
+
+        def behind(tokens: Floats) -> Floats:
+            seconds = cost.profile.last_layer_saving * self.shard.rest["prefill"](tokens)
+            return seconds + num_all_reduces(cost.spec) * reduce(cost.activation_bytes(tokens)) if reduce else seconds
+
+        return np.where(p.prefills > 0, np.maximum(p.expected(behind) - behind(sampled), 0.0), 0.0)
 
     def _send_seconds(self, link: str) -> Floats:
         send = self.cost.sends[link]

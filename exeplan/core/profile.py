@@ -178,6 +178,9 @@ class Profile:
     """What a step takes beside its parts, whatever it computes, before `calibration`; 0 where the steps show none."""
     calibration_error: float = 0.0
     """The standard error of `calibration`, relative."""
+    last_layer_saving: float = 0.0
+    """Of a layer's `rest` the part behind its attention, where the engine's last layer computes that only for tokens
+    whose next token is wanted, and for none inside a prompt; 0 where it computes all, as other engines do."""
     kept_rows_error: float = 0.0
     """That of `kept_rows_calibration`."""
     reference_passes: tuple[ReferencePass, ...] = field(default=(), repr=False)
@@ -260,6 +263,7 @@ class Profile:
         body += [f"{self.kept_rows_calibration} of kept rows"] if self.kept_rows_calibration else []
         body += [f"{self.pass_seconds} a pass"] if self.pass_seconds else []
         body += [asdict(self.correction)] if self.correction else []
+        body += [f"{self.last_layer_saving} of the last layer"] if self.last_layer_saving else []
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -271,9 +275,15 @@ _OPTIONAL = (
     "pass_seconds",
     "calibration_error",
     "kept_rows_error",
+    "last_layer_saving",
     "speed_spread",
     "routing",
 )
+_FROM_ZERO = {
+    **dict.fromkeys(("speed_spread", "calibration_error", "kept_rows_error", "pass_seconds"), _LARGEST),
+    "last_layer_saving": 1.0,
+}
+"""Numbers of at least 0, and what they are below."""
 _OPTIONAL_POSITIVE = ("layer_weight_bytes", "runtime_bytes", "kept_rows_calibration")
 _OBJECTS = ("model", "device", "measurements", "reference", "reference_passes", "correction", "more_threads")
 _PROFILE_DEFAULTS = {f.name: f.default for f in fields(Profile)}
@@ -376,6 +386,11 @@ def _check_values(profile: Profile, path: Path) -> None:
         if not _is_positive(value):
             raise InputError(f"{path}: {name} must be a positive number, found {value!r}")
     _check_reference_passes(profile, path)
+    for name, most in _FROM_ZERO.items():
+        value = getattr(profile, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
+            limit = "" if most == _LARGEST else f" and below {most:g}"
+            raise InputError(f"{path}: {name} must be a number of at least 0{limit}, found {value!r}")
     if profile.dtype not in DTYPE_BYTES:
         raise InputError(f"{path}: dtype must be one of {', '.join(DTYPE_BYTES)}, found {profile.dtype!r}")
     if profile.kv_dtype is not None and profile.kv_dtype not in DTYPE_BYTES:
@@ -408,10 +423,6 @@ def _check_reference_passes(profile: Profile, path: Path) -> None:
             raise InputError(f"{path}: reference pass {index} has seconds {one.seconds!r}, not a positive number")
         if isinstance(one.error, bool) or not isinstance(one.error, int | float) or not one.error >= 0:
             raise InputError(f"{path}: reference pass {index} has the error {one.error!r}, not a number of at least 0")
-    for name in ("speed_spread", "calibration_error", "kept_rows_error", "pass_seconds"):
-        value = getattr(profile, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
-            raise InputError(f"{path}: {name} must be a number of at least 0, found {value!r}")
 
 
 def _is_positive(value: object) -> bool:

@@ -234,9 +234,9 @@ def _prefill_factor(bursts: Sequence[_BurstTimes]) -> float:
 def _cost(profile: Profile, num_layers: int, *, prefill_factor: float) -> CostModel:
     encoder_layers = min(num_layers, profile.model.num_encoder_layers)
     model = replace(profile.model, num_layers=num_layers, num_encoder_layers=encoder_layers)
-    return CostModel(
-        replace(profile, model=model, calibration=1.0, prefill_calibration=prefill_factor, pass_seconds=0.0)
-    )
+    # A probe's last layer spares nothing.
+    plain = replace(profile, calibration=1.0, pass_seconds=0.0, last_layer_saving=0.0)
+    return CostModel(replace(plain, model=model, prefill_calibration=prefill_factor))
 
 
 def _at_profile_speed(steps: Sequence[BurstStep], speed: MachineSpeed | None) -> list[float]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from exeplan.core.models.model import FP8
+from exeplan.core.models.layer_costs import share_behind_attention
+from exeplan.core.models.model import FP8, ModelSpec
 from exeplan.core.profile import COMPUTE_OPS, Measurement, Profile, save_profile
 from exeplan.core.runs.machine_speed import MachineSpeed, levelled
 from exeplan.profiler.measuring.calibrate import FEW_SLOTS, LATER_REQUESTS, BurstStep, burst, calibrate
@@ -236,6 +237,7 @@ class Campaign:
             complete=complete,
             reference_passes=speed.passes if speed else (),
             speed_spread=round(speed.spread, 4) if speed else 0.0,
+            last_layer_saving=_last_layer_saving(self.work.spec),
         )
         if self.samples.whole:
             found = calibrate(
@@ -282,6 +284,11 @@ class Campaign:
             self.bar.note(f"other programs disturbed {share:.0%} of the visits, which were timed by CPU time instead")
         for finding in lint(replace(profile, measurements=self.samples.measurements())):
             self.bar.note(f"lint: {finding}")
+
+
+def _last_layer_saving(spec: ModelSpec) -> float:
+    """An encoder-decoder model's decoder has no prompts."""
+    return 0.0 if spec.is_encoder_decoder else round(share_behind_attention(spec), 4)
 
 
 def _reference(rig: Rig) -> ReferencePasses | None:

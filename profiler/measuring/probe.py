@@ -1,7 +1,8 @@
 """Probe: wraps a model and timestamps the boundaries of its parts while the engine runs it.
 
 A pass visits every layer's own weights and its own keys and values once, as in the real engine: caches are as cold, or
-as hot, as there. The probe stands in for a runner's model; neither runner nor engine knows about it.
+as hot, as there. Unlike there the last layer computes every token, as it stands for all layers. The probe stands in for
+a runner's model; neither runner nor engine knows about it.
 """
 
 import time
@@ -126,7 +127,7 @@ class Probe:
         self._around[part].append(self.clock())
 
     def _timed(self, layer: Layer, all_marks: list[list[Any]]) -> Layer:
-        def run(hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+        def run(hidden_NE: Tensor, angles: Angles | None, attend: Attend, wanted_R: Tensor | None = None) -> Tensor:
             marks: list[Any] = []
 
             def timed_attend(shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ class Probe:
             hidden_NE = layer(hidden_NE, angles, timed_attend)
             marks.append(self.clock())
             all_marks.append(marks)
-            return hidden_NE
+            return hidden_NE if wanted_R is None else hidden_NE[wanted_R]
 
         return run
 

@@ -20,6 +20,7 @@ from exeplan.kernels import native
 from exeplan.kernels.products.linear import compiles_by_rows
 from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.runner.compute.blocks.encoder import EncoderDecoderModel, EncoderStep, num_encoder_tokens
+from exeplan.runner.compute.blocks.layers import LastLayer
 from exeplan.runner.compute.families import CPU_ONLY, load_model
 from exeplan.runner.compute.passes.decode_graphs import DecodeGraphs
 from exeplan.runner.compute.passes.host_allocator import give_back, keep_freed_memory
@@ -148,6 +149,12 @@ class ModelRunner:
             hidden_NE = self.model.embed(step.token_N, step.position_N)
         bucket = self._bucket(len(hidden_NE))
         angles = self.model.angles(bucket.pad(step.position_N), bucket.pad(step.length_N, 1))
+        if self.shard.last and not reported and len(step.logit_R) < len(hidden_NE):
+            # Of a chunk that does not end its prompt no row is wanted, and one is computed.
+            wanted_R = step.logit_R if len(step.logit_R) else step.position_N.new_zeros(1)
+            layers, rows = cast(list[LastLayer], self.model.layers), self._bucket(len(wanted_R))
+            wanted_RE = bucket.to_wanted(layers, hidden_NE, angles, step.attend, wanted_R, rows)
+            return self.model.head(wanted_RE[: len(step.logit_R)]).float()
         hidden_NE = bucket.through(self.model.layers, hidden_NE, angles, step.attend)
         if not self.shard.last:
             return hidden_NE

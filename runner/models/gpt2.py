@@ -19,6 +19,7 @@ from exeplan.runner.compute.blocks.layers import (
     attention_shape,
     integer,
     summed,
+    wanted_rows,
 )
 from exeplan.runner.compute.blocks.rotary import Angles
 from exeplan.runner.compute.weights.checkpoint import Weights
@@ -75,9 +76,12 @@ class Layer:
         )
         self.mlp = summed(mlp, group)
 
-    def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        attended_NE = self.attention(self.attention_norm(hidden_NE), angles, attend)
-        return added(self.mlp, self.mlp_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
+    def __call__(
+        self, hidden_NE: Tensor, angles: Angles | None, attend: Attend, wanted_R: Tensor | None = None
+    ) -> Tensor:
+        residual_RE, attend = wanted_rows(hidden_NE, attend, wanted_R)
+        attended_RE = self.attention(self.attention_norm(hidden_NE), angles, attend)
+        return added(self.mlp, self.mlp_norm.of_sum(attended_RE, residual_RE), residual_RE)
 
 
 def _fused(heads: ShardRange) -> list[ShardRange]:

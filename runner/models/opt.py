@@ -21,6 +21,7 @@ from exeplan.runner.compute.blocks.layers import (
     partial_linear,
     projections,
     summed,
+    wanted_rows,
 )
 from exeplan.runner.compute.blocks.rotary import Angles
 from exeplan.runner.compute.weights.checkpoint import Weights
@@ -88,9 +89,12 @@ class Layer:
         down = partial_linear(weights, f"{name}.fc2", size, inner, group, bias=bias)
         self.mlp = summed(MLP(up, down, activation(weights.kernels, config.get("activation_function", "relu"))), group)
 
-    def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+    def __call__(
+        self, hidden_NE: Tensor, angles: Angles | None, attend: Attend, wanted_R: Tensor | None = None
+    ) -> Tensor:
+        residual_RE, attend = wanted_rows(hidden_NE, attend, wanted_R)
         if self.norm_first:
-            attended_NE = self.attention(self.attention_norm(hidden_NE), angles, attend)
-            return added(self.mlp, self.mlp_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
-        hidden_NE = self.attention_norm.of_sum(self.attention(hidden_NE, angles, attend), hidden_NE)
-        return self.mlp_norm.of_sum(self.mlp(hidden_NE), hidden_NE)
+            attended_RE = self.attention(self.attention_norm(hidden_NE), angles, attend)
+            return added(self.mlp, self.mlp_norm.of_sum(attended_RE, residual_RE), residual_RE)
+        hidden_RE = self.attention_norm.of_sum(self.attention(hidden_NE, angles, attend), residual_RE)
+        return self.mlp_norm.of_sum(self.mlp(hidden_RE), hidden_RE)

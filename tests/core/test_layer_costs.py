@@ -14,6 +14,7 @@ from exeplan.core.models.layer_costs import (
     layer_parameters_used,
     model_parameters,
     num_all_reduces,
+    share_behind_attention,
 )
 from exeplan.core.models.model import load_model_spec, model_spec
 from exeplan.files import shipped_names
@@ -383,3 +384,13 @@ def test_grouped_heads_shrink_the_cache() -> None:
 
 def test_a_stage_sends_one_hidden_state_a_token() -> None:
     assert activation_bytes(load_model_spec("opt-13b"), 3, "float16") == 3 * 5120 * 2
+
+
+def test_the_share_of_a_layer_behind_its_attention_by_hand():
+    """OPT: one of four squares of the attention, and eight of the MLP. Llama-2: three products of 11008 x 4096.
+    Mixtral: two of eight experts, and a router."""
+    assert share_behind_attention(load_model_spec("opt-13b")) == 9 / 12
+    mlp = 3 * 4096 * 11008
+    assert share_behind_attention(load_model_spec("llama-2-7b")) == (4096**2 + mlp) / (4 * 4096**2 + mlp)
+    experts = 2 * 3 * 4096 * 14336 + 8 * 4096
+    assert share_behind_attention(load_model_spec("mixtral-8x7b")) == (4096**2 + experts) / (2.5 * 4096**2 + experts)

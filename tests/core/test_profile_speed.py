@@ -16,6 +16,7 @@ WATCHED = {
     "kept_rows_calibration": 1.02,
     "kept_rows_error": 0.03,
     "pass_seconds": 0.0007,
+    "last_layer_saving": 0.84,
 }
 PASS = ReferencePass(kind="decode", num_seqs=16, num_tokens=128, num_layers=6, seconds=0.007, error=0.02)
 
@@ -37,6 +38,7 @@ def test_only_what_changes_predictions_changes_the_fingerprint(profile: Profile)
     assert replace(profile, reference_passes=(PASS,), speed_spread=0.5).fingerprint == profile.fingerprint
     assert replace(profile, prefill_calibration=1.1).fingerprint != profile.fingerprint
     assert replace(profile, kept_rows_calibration=1.1).fingerprint != profile.fingerprint
+    assert replace(profile, last_layer_saving=0.8).fingerprint != profile.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,7 @@ def test_only_what_changes_predictions_changes_the_fingerprint(profile: Profile)
     [
         ("speed_spread", "fast", "speed_spread must be a number of at least 0"),
         ("calibration_error", -0.1, "calibration_error must be a number of at least 0"),
+        ("last_layer_saving", 1, "last_layer_saving must be a number of at least 0 and below 1"),
         ("prefill_calibration", 0, "prefill_calibration must be a positive number"),
         ("kept_rows_calibration", "1", "kept_rows_calibration must be a positive number"),
         ("reference_passes", [{"kind": "verify"}], "is not a profile"),

@@ -42,7 +42,9 @@ def broken_down(profile, schedule, placement, *, num_requests=60):
 @pytest.mark.parametrize(
     ("schedule", "placement"), [(RRA, ONE), (RRA, TWO), (ORCA, TWO), (WAA, APART)], ids=["one", "two", "orca", "waa"]
 )
-def test_the_parts_of_a_stage_are_the_time_it_is_busy(profile: Profile, schedule: Schedule, placement) -> None:
+@pytest.mark.parametrize("saving", [0.0, 0.8])
+def test_the_parts_of_a_stage_are_the_time_it_is_busy(profile: Profile, schedule, placement, saving: float) -> None:
+    profile = replace(profile, last_layer_saving=saving)
     cost = CostModel(profile, placement, CLUSTER)
     found, run = broken_down(profile, schedule, placement)
     plain = replay(schedule, cost, input_tokens=np.full(60, 32), output_tokens=np.full(60, 8), num_blocks=4000)

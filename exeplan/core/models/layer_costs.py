@@ -30,7 +30,14 @@ def layer_parameters(spec: ModelSpec, *, encoder: bool = False) -> int:
 
 def layer_parameters_used(spec: ModelSpec, *, encoder: bool = False) -> float:
     """Of one layer, those that one token is multiplied with: all, but for the experts that it does not go to."""
-    return _attentions(spec, encoder) + _mlp_parameters(spec, spec.experts.per_token if spec.experts else 0)
+    return _attentions(spec, encoder) + _mlp_parameters(spec, _experts_of_a_token(spec))
+
+
+def share_behind_attention(spec: ModelSpec) -> float:
+    """Of a layer's products for one token, the part of the output projection and of the MLP."""
+    width = spec.latent.value_dim if spec.latent else spec.head_dim
+    behind = spec.hidden_size * spec.num_heads * width + _mlp_parameters(spec, _experts_of_a_token(spec))
+    return behind / layer_parameters_used(spec)
 
 
 def layer_parameters_read(spec: ModelSpec, num_tokens: float, *, encoder: bool = False) -> float:
@@ -50,6 +57,10 @@ def expert_parameters_read(spec: ModelSpec, num_tokens: float) -> float:
     if not spec.experts:
         return 0.0
     return expert_parameters(spec) * spec.experts.touched(num_tokens) / spec.experts.count
+
+
+def _experts_of_a_token(spec: ModelSpec) -> int:
+    return spec.experts.per_token if spec.experts else 0
 
 
 def _attentions(spec: ModelSpec, encoder: bool) -> int:

@@ -86,6 +86,15 @@ class Layer(Protocol):
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor: ...
 
 
+class LastLayer(Layer, Protocol):
+    """A layer of a decoder-only model, which may be the last: nobody needs its output for tokens inside a prompt."""
+
+    def __call__(
+        self, hidden_NE: Tensor, angles: Angles | None, attend: Attend, wanted_R: Tensor | None = None
+    ) -> Tensor:
+        """The output of the rows `wanted_R`, `[R, E]`; None for all. Of the others keys and values are stored."""
+
+
 class Model(Protocol):
     """What a family's file builds from a spec, weights and a shard."""
 
@@ -184,6 +193,13 @@ class SelfAttention:
         if angles is not None:
             angles.rotate(qkv_NMD[:, : shape.num_heads + shape.num_kv_heads])
         return self.output(attend(shape, qkv_NMD))
+
+
+def wanted_rows(hidden_NE: Tensor, attend: Attend, wanted_R: Tensor | None) -> tuple[Tensor, Attend]:
+    """The residual behind a layer's attention, and the attention, of these rows alone; None for all."""
+    if wanted_R is None:
+        return hidden_NE, attend
+    return hidden_NE[wanted_R], lambda shape, qkv_NMD: attend(shape, qkv_NMD)[wanted_R]
 
 
 def attention_shape(

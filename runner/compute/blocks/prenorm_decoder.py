@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from exeplan.core.models.model import ModelSpec
-from exeplan.runner.compute.blocks.layers import Attend, Block, Layer, RMSNorm, added
+from exeplan.runner.compute.blocks.layers import Attend, Block, LastLayer, RMSNorm, added, wanted_rows
 from exeplan.runner.compute.blocks.rotary import Angles, Rotary
 from exeplan.runner.compute.weights.checkpoint import Weights
 from exeplan.runner.compute.weights.shard import Shard
@@ -35,9 +35,12 @@ class PreNormLayer:
         self.post_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", spec.hidden_size, eps)
         self.mlp = mlp
 
-    def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        attended_NE = self.attention(self.input_norm(hidden_NE), angles, attend)
-        return added(self.mlp, self.post_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
+    def __call__(
+        self, hidden_NE: Tensor, angles: Angles | None, attend: Attend, wanted_R: Tensor | None = None
+    ) -> Tensor:
+        residual_RE, attend = wanted_rows(hidden_NE, attend, wanted_R)
+        attended_RE = self.attention(self.input_norm(hidden_NE), angles, attend)
+        return added(self.mlp, self.post_norm.of_sum(attended_RE, residual_RE), residual_RE)
 
 
 class PreNormDecoder:
@@ -55,7 +58,7 @@ class PreNormDecoder:
         head = EMBEDDING if spec.config.get("tie_word_embeddings", False) else HEAD
         self.vocabulary = Vocabulary(weights, shard, EMBEDDING, head, spec.vocab_size, spec.hidden_size)
         self.angles = rotary
-        self.layers: list[Layer] = [layer(index) for index in range(*shard.layers)]
+        self.layers: list[LastLayer] = [layer(index) for index in range(*shard.layers)]
         if shard.last:
             self.norm = RMSNorm(weights, NORM, spec.hidden_size, spec.config.get("rms_norm_eps", eps))
 

@@ -7,7 +7,7 @@ two and the next it soon stops growing, and the padding, 2 % in the mean, costs 
 Not here: padding that a policy asks for, which is a part of its batches.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from torch import Tensor
 
 from exeplan.kernels.products.linear import row_bucket
-from exeplan.runner.compute.blocks.layers import Attend, AttentionShape, Layer
+from exeplan.runner.compute.blocks.layers import Attend, LastLayer, Layer
 from exeplan.runner.compute.blocks.rotary import Angles
 
 
@@ -40,15 +40,31 @@ class RowBucket:
 
         Padding is copies of the last row, which go to the same experts: no weights are read for it.
         """
-
-        def padded(shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
-            return self._like_last(attend(shape, qkv_NMD[: self.num_rows]))
-
-        hidden_NE = self._like_last(hidden_NE)
+        hidden_NE = self.like_last(hidden_NE)
         for layer in layers:
-            hidden_NE = layer(hidden_NE, angles, padded if self.num_padding else attend)
+            hidden_NE = layer(hidden_NE, angles, self._padded(attend))
         return hidden_NE[: self.num_rows]
 
-    def _like_last(self, x_NE: Tensor) -> Tensor:
+    def to_wanted(
+        self,
+        layers: Sequence[LastLayer],
+        hidden_NE: Tensor,
+        angles: Angles | None,
+        attend: Attend,
+        wanted_R: Tensor,
+        bucket: "RowBucket",
+    ) -> Tensor:
+        """The same of some rows, `[R, E]`: the last layer computes no others behind its attention. They are padded to
+        a bucket of their own."""
+        *others, last = layers
+        hidden_NE = self.like_last(self.through(others, hidden_NE, angles, attend))
+        return last(hidden_NE, angles, self._padded(attend), bucket.like_last(wanted_R))[: bucket.num_rows]
+
+    def _padded(self, attend: Attend) -> Attend:
+        if not self.num_padding:
+            return attend
+        return lambda shape, qkv_NMD: self.like_last(attend(shape, qkv_NMD[: self.num_rows]))
+
+    def like_last(self, x_NE: Tensor) -> Tensor:
         """Padded by copies of the last row, or the tensor itself where there is no padding."""
-        return torch.cat([x_NE, x_NE[-1:].expand(self.num_padding, -1)]) if self.num_padding else x_NE
+        return torch.cat([x_NE, x_NE[-1:].expand(self.num_padding, *x_NE.shape[1:])]) if self.num_padding else x_NE

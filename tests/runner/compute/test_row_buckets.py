@@ -34,9 +34,9 @@ class _Counting:
     def __init__(self, layer, seen: set[int]) -> None:
         self._layer, self._seen = layer, seen
 
-    def __call__(self, hidden_NE, angles, attend):
+    def __call__(self, hidden_NE, angles, attend, *wanted_R):
         self._seen.add(len(hidden_NE))
-        return self._layer(hidden_NE, angles, attend)
+        return self._layer(hidden_NE, angles, attend, *wanted_R)
 
 
 @pytest.mark.skipif(

@@ -102,6 +102,42 @@ def test_chunks_give_the_logits_of_the_whole_prompt(case, dtype, paged_with, che
         torch.testing.assert_close(logits[-1:], alone, rtol=1e-4, atol=tolerance)
 
 
+class _Counting:
+    """A layer that records with how many rows it ends."""
+
+    def __init__(self, layer, ended: list[int]) -> None:
+        self._layer, self._ended = layer, ended
+
+    def __call__(self, *args):
+        out = self._layer(*args)
+        self._ended.append(len(out))
+        return out
+
+
+@every_path
+@every_family
+def test_the_last_layer_goes_on_with_rows_whose_next_token_is_wanted(case, paged_with, checkpoint):
+    """The logits are those of a pass whose prompts' log-probabilities are wanted, which computes all rows."""
+    runner = runner_of(checkpoint(case)[1], paged_with=paged_with)
+    ended: list[int] = []
+    runner.model.layers = [_Counting(layer, ended) for layer in runner.model.layers]
+    token_ids = {"a": prompt(33, seed=1), "b": prompt(21, seed=2)}
+    a = SequenceState(request_id="a", num_prompt_tokens=33, max_output_tokens=1, num_blocks=3)
+    b = SequenceState(request_id="b", num_prompt_tokens=20, max_output_tokens=2, num_blocks=2)
+    runner.forward(Batch(prefill=(b,)), token_ids)
+    b.num_output_tokens = 1
+    both, cut = Batch(prefill=(a,), decode=(b,)), Batch(prefill=(a,), chunks=(Chunk(0, 20, last=False),))
+    ended.clear()
+    logits = runner.forward(both, token_ids)
+    assert ended == [34, 2]
+    torch.testing.assert_close(runner.forward(both, token_ids, reported={"a": 0}), logits, rtol=1e-4, atol=1e-4)
+    assert ended == [34, 2, 34, 34]
+    assert runner.forward(cut, token_ids).shape == (0, VOCAB)
+    assert ended[4:] == [20, 1]
+    runner.forward(Batch(decode=(b,)), token_ids)
+    assert ended[6:] == [1, 1]
+
+
 def test_a_restarted_prefill_forgets_its_chunks(checkpoint):
     runner = runner_of(checkpoint("llama")[1], num_blocks=8)
     token_ids = {"a": prompt(40, seed=1)}

@@ -28,6 +28,7 @@ from exeplan.runner.compute.blocks.layers import (
     attention_shape,
     gated_mlp,
     projections,
+    wanted_rows,
 )
 from exeplan.runner.compute.blocks.rotary import Rotary
 from exeplan.runner.compute.weights.vocabulary import Vocabulary
@@ -58,9 +59,10 @@ class Layer:
         self.attention = SelfAttention(attention_shape(spec, shard, index), *products)
         self.mlp = gated_mlp(weights, spec, shard.group, f"{name}.mlp")
 
-    def __call__(self, hidden_NE, angles, attend):
-        attended_NE = self.attention(self.norm(hidden_NE), angles, attend)
-        return added(self.mlp, self.norm.of_sum(attended_NE, hidden_NE), hidden_NE)
+    def __call__(self, hidden_NE, angles, attend, wanted_R=None):
+        residual_RE, attend = wanted_rows(hidden_NE, attend, wanted_R)
+        attended_RE = self.attention(self.norm(hidden_NE), angles, attend)
+        return added(self.mlp, self.norm.of_sum(attended_RE, residual_RE), residual_RE)
 '''
 
 

@@ -5,6 +5,7 @@ Not here: the steady state of a policy (`exeplan/policies`), and arrivals at a r
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,7 +27,7 @@ _WAIT_POINTS = 9
 """Points at which the wait for an admission is spread."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SteadyState:
     """A schedule's steady state on a placement."""
 
@@ -111,7 +112,14 @@ def deadline_factors(workload: Workload, metric: str) -> Floats:
 
 def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> SteadyState:
     """The steady state of a schedule under a backlog of this workload."""
-    policy = load_policy(schedule.policy)
+    return _steady_state(schedule.policy, tuple(schedule.variables.items()), schedule.order, workload, cost)
+
+
+@lru_cache(maxsize=64)  # What a rate does to a schedule is asked of the same dozen batches for every rate.
+def _steady_state(
+    policy_name: str, variables: tuple[tuple[str, int], ...], order: str, workload: Workload, cost: CostModel
+) -> SteadyState:
+    policy, schedule = load_policy(policy_name), Schedule(policy_name, dict(variables), order=order)
     steady = policy.steady_state(schedule, workload, cost.for_policy(policy))
     return SteadyState(schedule, workload, steady, cost.num_caches)
 

@@ -33,6 +33,7 @@ if its replay with arrivals keeps the bounds, too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from statistics import NormalDist
 
@@ -118,12 +119,7 @@ def estimate_at_rate(
     if full.steady.served is not None:
         found = full.steady.served(arrivals.rate, arrivals.variability / arrivals.sharing)
         return _of_served(full, found, arrivals, cost, metric, bounds=bounds, memory=memory)
-    if full.steady.arriving is not None:
-        points = [SteadyState(s, full.workload, at, full.num_caches) for s, at in full.steady.arriving(arrivals.rate)]
-    if _is_gated(full):
-        points, mix = _through_gate(_by_size(points), arrivals, cost, apart=full.steady.arriving is not None)
-    else:
-        points, mix = _in_slots(points, arrivals, cost)
+    points, mix = _mix(tuple(points), arrivals, cost)
     length = np.array([float(full.workload.output_quantile(0.99))])
     firsts, lasts = np.array([point.ttft for point in points]), [float(point.latency(length)[0]) for point in points]
     ttft = mix.wait + float(mix.joining @ firsts)
@@ -151,6 +147,17 @@ def estimate_at_rate(
     if not targets_of(bounds):
         return at_rate
     return with_bounds(at_rate, times_at_rate(points, cost, mix.met), bounds)
+
+
+@lru_cache(maxsize=4)  # Whether a schedule keeps its bounds, and its Estimate, are asked one after the other.
+def _mix(points: tuple[SteadyState, ...], arrivals: Arrivals, cost: CostModel) -> tuple[Sequence[SteadyState], _Mix]:
+    """The steady states that requests meet, and how."""
+    full, of_rate = points[-1], list(points)
+    if full.steady.arriving is not None:
+        of_rate = [SteadyState(s, full.workload, at, full.num_caches) for s, at in full.steady.arriving(arrivals.rate)]
+    if _is_gated(full):
+        return _through_gate(_by_size(of_rate), arrivals, cost, apart=full.steady.arriving is not None)
+    return _in_slots(of_rate, arrivals, cost)
 
 
 def _of_served(

@@ -106,14 +106,21 @@ def chained(
 def _drawn(law: LengthLaw, variability: float) -> tuple[Floats, Floats]:
     """[chains, arrivals] Sums of the drawn lengths, from none of them on; and [chains * arrivals] the times of arrival
     at one request a second, those of each chain `_APART` later."""
+    shares, times = _even_draws(variability)
+    lengths = law.quantiles(shares).reshape(_CHAINS, _LENGTHS)
+    return np.concatenate([np.zeros((_CHAINS, 1)), np.cumsum(lengths, axis=1)], axis=1), times
+
+
+@lru_cache(maxsize=8)  # The same for all laws of lengths, of which headroom looks at many.
+def _even_draws(variability: float) -> tuple[Floats, Floats]:
+    """[chains * arrivals] Shares of a law of lengths in random order, and the times of arrival of `_drawn`."""
     rng = np.random.default_rng(0)
     shares = (rng.permutation(_CHAINS * _LENGTHS) + 0.5) / (_CHAINS * _LENGTHS)
-    lengths = law.quantiles(shares).reshape(_CHAINS, _LENGTHS)
     uneven = max(variability, _LEAST_VARIABILITY)
     gaps = rng.gamma(1 / uneven, uneven, (_CHAINS, _LENGTHS))
     gaps[:, 0] *= rng.random(_CHAINS)  # The first passes begin anywhere between two.
     times = np.minimum(np.cumsum(gaps, axis=1), _APART) + _APART * np.arange(_CHAINS)[:, None]
-    return np.concatenate([np.zeros((_CHAINS, 1)), np.cumsum(lengths, axis=1)], axis=1), times.ravel()
+    return shares, times.ravel()
 
 
 def _between(prompts: Floats, seconds: Floats) -> Floats:

@@ -78,7 +78,7 @@ def solved(pipelines: Pipelines, division: Mapping[int, tuple[str, int]]) -> Opt
         },
     )
     if pipelines.effort.report:
-        plan = with_headroom(plan, [one for one, _ in alone])
+        plan = with_headroom(plan, [one for one, _ in alone], rate=pipelines.rate_headrooms.get(first))
     assert plan.estimate is not None
     assert plan.replay is not None
     for figures in (plan.estimate, plan.replay):

@@ -59,8 +59,12 @@ def _capacity(pipelines: Pipelines, key: Key) -> float:
 
 
 def _headroom(pipelines: Pipelines, key: Key) -> float:
+    """That of a proved pipeline is kept for the plan."""
     found = pipelines.found[key]
     assert found.schedule is not None
     assert found.placement is not None
     placed = placed_at(pipelines.parts[key[0]], found.placement)
-    return rate_headroom(as_replayed(placed, found.schedule, pipelines.told(key)), found.schedule) or 0.0
+    headroom = rate_headroom(as_replayed(placed, found.schedule, pipelines.told(key)), found.schedule) or 0.0
+    if key in pipelines.proofs:
+        pipelines.rate_headrooms[key] = headroom
+    return headroom

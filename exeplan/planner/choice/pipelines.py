@@ -128,6 +128,8 @@ class Pipelines:
                 self.found.setdefault((size, policy), not_searched(policy))
         self.limits: dict[Key, tuple[Bound, ...]] = dict.fromkeys(self.found, held)
         self.proofs: dict[Key, Proof] = {}
+        self.rate_headrooms: dict[Key, float] = {}
+        """Of proved pipelines of which it was asked which has the most (`most_headroom.py`)."""
         self.replays = Replays(
             problem,
             seed=seed,

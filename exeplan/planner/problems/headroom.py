@@ -17,8 +17,9 @@ _LIMIT, _STEPS, _FIRST = 4.0, 1024, 16
 """The most that is told, the steps to it, and the one that is tried first."""
 
 
-def with_headroom(plan: Plan, alone: Sequence[Problem]) -> Plan:
-    """The plan with its headroom, the least of its groups of replicas; `alone` are the problems of one of each.
+def with_headroom(plan: Plan, alone: Sequence[Problem], *, rate: float | None = None) -> Plan:
+    """The plan with its headroom, the least of its groups of replicas; `alone` are the problems of one of each, and
+    `rate` is its rate headroom where that is known.
 
     Where requests arrive, the plan has its replay already.
     """
@@ -30,7 +31,9 @@ def with_headroom(plan: Plan, alone: Sequence[Problem]) -> Plan:
         ]
         return min((value for value in found if value is not None), default=None)
 
-    return replace(plan, drift_headroom=least(drift_headroom), rate_headroom=least(rate_headroom))
+    if rate is None:
+        rate = least(rate_headroom)
+    return replace(plan, drift_headroom=least(drift_headroom), rate_headroom=rate)
 
 
 def most_rate(plan: Plan) -> float | None:

@@ -75,8 +75,10 @@ class CostModel(PlacementTimings):
             found = {id(kind): on_host + ranks.stage_seconds(kind) for kind in self._distinct_kinds}
             return self._shared(found)
         host = host_seconds(self, passes)
-        works = {size: PassSeconds(self, size, passes) for size in self.shards}
-        by_kind = {id(kind): host + works[kind.size].stage_seconds(kind) for kind in self._distinct_kinds}
+        busy = [kind for kind in self._distinct_kinds if passes.any_on(kind.phase)]
+        works = {size: PassSeconds(self, size, passes) for size in {kind.size for kind in busy}}
+        by_kind = {id(kind): host for kind in self._distinct_kinds}
+        by_kind |= {id(kind): host + works[kind.size].stage_seconds(kind) for kind in busy}
         return self._shared(by_kind)
 
     def _shared(self, seconds: Mapping[int, Floats]) -> Floats:

@@ -42,7 +42,13 @@ class Passes:
             self.prompts = np.maximum(count[:, None] * mean + np.outer(spread, points - mean), count[:, None])
         if cycle.prompt_attention is not None:
             self.part = self.part * cycle.prompt_attention[self.some]
+        self.sends: dict[str, Floats] = {}
+        """Seconds of the send behind a stage by its link, the same for stages of every sharding."""
         self._together = np.concatenate([self.rows, (self.prompts + self.rows[self.some, None]).ravel()])
+
+    def any_on(self, phase: str) -> bool:
+        """Whether stages of this phase, '' for both, run any of them."""
+        return not phase or (len(self.some) > 0 if phase == "prefill" else len(self.some) < len(self.rows))
 
     def expected(self, of_tokens: Callable[[Floats], Floats]) -> Floats:
         """The mean of a function of the tokens of each pass, of its decode rows and its prompts together."""
@@ -73,14 +79,17 @@ class PassSeconds:
     def __init__(self, cost: PlacementTimings, size: Sharding, passes: Passes) -> None:
         self.cost, self.shard, self.passes = cost, cost.shards[size], passes
         self._layers: dict[SumsOver, tuple[Floats, Floats]] = {}
-        self._sends: dict[str, Floats] = {}
         shard, p = self.shard, passes
-        attends = np.where(p.rows > 0, shard.decode_attention(p.rows, p.context), 0.0)
+        attends = np.zeros(len(p.rows))
+        if p.rows.any():  # A cycle of separate stages has prefills alone, or none.
+            attends = np.where(p.rows > 0, shard.decode_attention(p.rows, p.context), 0.0)
         if cost.spec.is_encoder_decoder:
             self._decoder = attends + np.where(p.rows > 0, shard.rest["decode"](p.rows), 0.0)
             self._encoder = self._prefill_attention() + p.expected_of_prompts(shard.rest["prefill"])
         else:
-            rest = np.where(p.prefills > 0, p.expected(shard.rest["prefill"]), shard.rest["decode"](p.rows))
+            rest = shard.rest["decode"](p.rows)
+            if len(p.some):
+                rest = np.where(p.prefills > 0, p.expected(shard.rest["prefill"]), rest)
             self._decoder = rest + attends + self._prefill_attention()
             self._encoder = np.zeros(len(p.rows))
 
@@ -102,9 +111,9 @@ class PassSeconds:
             if self.cost.profile.last_layer_saving:
                 seconds = seconds - self._spared_seconds(link, sampled)
         if kind.send:
-            if kind.send not in self._sends:
-                self._sends[kind.send] = self._send_seconds(kind.send)
-            seconds = seconds + self._sends[kind.send]
+            if kind.send not in p.sends:
+                p.sends[kind.send] = self._send_seconds(kind.send)
+            seconds = seconds + p.sends[kind.send]
         if not kind.phase:
             return seconds
         return np.where((p.prefills > 0) == (kind.phase == "prefill"), seconds, 0.0)

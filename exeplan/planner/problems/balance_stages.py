@@ -7,6 +7,7 @@ it the layers of stages of different width (`layouts.py`) and the number of GPUs
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 from exeplan.core.cluster import Cluster
 from exeplan.core.models.layer_costs import (
@@ -47,6 +48,9 @@ class Balance:
         self.timings, self.cluster, self.workload, self.memory = timings, cluster, workload, memory
         self.spec, self.profile = timings.profile.model, timings.profile
         self.rows = self._rows()
+        self._load = cache(self._load_of)
+        self._stage_load = cache(self._stage_load_of)
+        """Of a few kinds of stages, of which all layouts are made."""
 
     def placement(self, layout: Layout) -> Placement | None:
         """All stages prefill and decode; None when the memory cannot hold the layers."""
@@ -119,7 +123,7 @@ class Balance:
             return part
         return tuple(_only_encoder(stage) if encoder else _only_decoder(stage) for stage in part)
 
-    def _stage_load(
+    def _stage_load_of(
         self, sharding: Sharding, first: bool, last: bool, *, both: bool, prefill: bool = True
     ) -> StageLoad:
         load = self._load(self.timings.shard(sharding))
@@ -139,7 +143,7 @@ class Balance:
         room = self.memory - workspace_bytes(self.profile, sharding, last=last) - around
         return StageLoad(layer_seconds=seconds, fixed_seconds=fixed, most_layers=max(0, int(room / weights)))
 
-    def _load(self, shard: Shard) -> Load:
+    def _load_of(self, shard: Shard) -> Load:
         rows, steps = self.rows, self.workload.mean_output
         prompts = rows / steps
         mean, context = self.workload.mean_input, self.workload.mean_input + self.workload.mean_output / 2

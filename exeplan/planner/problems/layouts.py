@@ -9,6 +9,7 @@ Not here: which layout is best (`optimize.py`), and what a layer costs (`simulat
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 
 from exeplan.core.cluster import Cluster
@@ -140,11 +141,18 @@ def share_out(num_layers: int, loads: Sequence[StageLoad]) -> list[int] | None:
     if sum(load.most_layers for load in loads) < num_layers:
         return None
     counts = [1] * len(loads)
+
+    def with_one_more(stage: int) -> tuple[float, int]:
+        return loads[stage].fixed_seconds + (counts[stage] + 1) * loads[stage].layer_seconds, stage
+
+    open_stages = [with_one_more(stage) for stage, load in enumerate(loads) if load.most_layers > 1]
+    heapify(open_stages)
     for _ in range(num_layers - len(loads)):
         # Adding the layer where the stage stays fastest is optimal, because a stage's time rises with its layers.
-        open_stages = [i for i, load in enumerate(loads) if counts[i] < load.most_layers]
-        best = min(open_stages, key=lambda i: loads[i].fixed_seconds + (counts[i] + 1) * loads[i].layer_seconds)
+        _, best = heappop(open_stages)
         counts[best] += 1
+        if counts[best] < loads[best].most_layers:
+            heappush(open_stages, with_one_more(best))
     return counts
 
 

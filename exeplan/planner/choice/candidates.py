@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from typing import Any
 
-from exeplan.core.schedule import Estimate, Placement, ReplicaGroup, Schedule
+from exeplan.core.schedule import Estimate, Placement, ReplicaGroup, Schedule, Sharding
 from exeplan.errors import Infeasible
 from exeplan.forked import num_processes
 from exeplan.planner.choice.infeasible import policy_refusal
@@ -197,6 +197,7 @@ def candidates(
             most = max(map(sustained, found.values()), default=0.0) if len(parts) == 1 else 0.0
             found |= _of_policy(problem, parts, policy, method, known, outcomes, tell, at_least=rivals * most)
         return found
+    _prepare(problem)
     context = get_context("fork")
     told: SimpleQueue[Message] = context.SimpleQueue()
     with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(problem, parts, known, told)) as pool:
@@ -211,6 +212,13 @@ def candidates(
         outcomes |= {(law, *key): outcome for key, outcome in evaluated.items()}
     found = {key: one for of_policies, _, _ in done for key, one in of_policies.items()}
     return {key: found[key] for policy in policies for key in found if key[1] == policy}
+
+
+def _prepare(problem: Problem) -> None:
+    """What every worker needs, once and not in each of them: curves, and a module that np.unique imports."""
+    import_module("numpy.ma")
+    for size in problem.profile.tensor_parallel_sizes:
+        problem.cost.timings.shard(Sharding(size), True)
 
 
 def _largest_first(problem: Problem, policies: Sequence[str]) -> list[list[str]]:

@@ -35,7 +35,6 @@ from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.simulation import Simulation, simulate_plan
 from exeplan.planner.solution import Solution
 from exeplan.planner.threads import solve_by_threads
-from exeplan.profiler.calibration.calibrate import with_shipped_engine
 from exeplan.profiler.datasheets.datasheet import (
     load_datasheet,
     profile_from_datasheet,
@@ -163,6 +162,8 @@ def datasheet_profile(
     )
     if engine is None:
         return times()
+    from exeplan.profiler.calibration.calibrate import with_shipped_engine  # Not needed to plan by a profile.
+
     name, constants_of_engine = fspath(engine), load_engine(fspath(engine))
     shardings = expert_shardings(constants_of_engine, spec, sizes or tensor_parallel_sizes_of(spec))
     profile = times(shardings=shardings, passes_over=constants_of_engine.expert_rows)

@@ -633,8 +633,8 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/planner/problems/layouts.py",
-        "(counts[i] + 1) * loads[i].layer_seconds",
-        "counts[i] * loads[i].layer_seconds",
+        "(counts[stage] + 1) * loads[stage].layer_seconds",
+        "counts[stage] * loads[stage].layer_seconds",
         "layers given to the stage that is fastest before it has one more",
         ("tests/planner/problems/test_layouts.py",),
     ),

@@ -1,8 +1,8 @@
 """Every shipped model starts on a GPU and fills its share of the memory, or is refused with the number; a plan counts
 on as many tokens of keys and values as the engine finds.
 
-Three layers of each model are loaded; the memory of the rest of its stage is taken from the GPU beforehand. The stage is
-the smallest that the planner's memory model lets hold a pass's tokens: tensor parallelism over up to 8 GPUs, then
+Three layers of each model are loaded; the memory of the rest of its stage is taken from the GPU beforehand. The stage
+is the smallest that the planner's memory model lets hold a pass's tokens: tensor parallelism over up to 8 GPUs, then
 pipeline stages.
 """
 

@@ -2,7 +2,9 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from functools import cache
 from importlib.util import find_spec
@@ -41,6 +43,26 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 _LONGEST = ("standins/test_memory.py", "workload/test_arrivals.py", "standins/test_workers_ahead.py")
 """Late in the order of names: one of them would run alone at the end, for minutes."""
+
+
+_PATIENCE = 300.0
+"""Seconds that processes wait for the first, which may have ended early."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Where nothing is compiled yet, the first of several processes does it for all, while the checks have its core."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if not worker or not sys.pycache_prefix:
+        return (yield)
+    compiled, end = Path(sys.pycache_prefix, "tests-collected"), time.monotonic() + _PATIENCE
+    while worker != "gw0" and not compiled.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    try:
+        return (yield)
+    finally:
+        if worker == "gw0":
+            compiled.touch()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
 
 from exeplan.kernels.select import REFERENCE, Kernels
 
@@ -55,7 +54,53 @@ class OrderError(AssertionError):
 
 
 def joined(one: Clock, other: Clock) -> Clock:
-    return {stream: max(one.get(stream, 0), other.get(stream, 0)) for stream in one.keys() | other.keys()}
+    """Neither is changed; either may be returned."""
+    if one is other or not other:
+        return one
+    found = dict(one)
+    for stream, time in other.items():
+        if time > found.get(stream, 0):
+            found[stream] = time
+    return found
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """Those in tuples, lists and dictionaries."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        return [leaf for part in tree for leaf in tensors(part)]
+    if isinstance(tree, dict):
+        return [leaf for part in tree.values() for leaf in tensors(part)]
+    return []
+
+
+def replaced(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """The same tuples, lists and dictionaries with the results for their tensors."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([replaced(part, function) for part in tree])
+    if type(tree) is dict:
+        return {key: replaced(part, function) for key, part in tree.items()}
+    assert not tensors(tree), f"tensors in a {type(tree)}"
+    return tree
+
+
+@functools.cache
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Which arguments an operation writes: their numbers and names."""
+    return tuple(
+        (number, argument.name)
+        for number, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@functools.cache
+def is_composite(func: Any) -> bool:
+    """It consists of other operations."""
+    return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 class DeviceTensor(Tensor):
@@ -102,9 +147,10 @@ class Memory:
     def conflict(self, cells: Any, clock: Clock, *, write: bool) -> str:
         """The stream of an earlier access that these need not follow, and what it did; empty where there is none."""
         writer, written = self.writer[cells], self.written[cells]
-        for stream in np.unique(writer).tolist():
-            if stream and (written[writer == stream] > clock.get(stream, 0)).any():
-                return f"written on {self.machine.streams[stream]}"
+        known = [clock.get(stream, 0) for stream in range(len(self.machine.streams))]
+        late = written > np.array(known)[writer]  # What no stream has written is 0 on stream 0.
+        if late.any():
+            return f"written on {self.machine.streams[writer[late].min()]}"
         for stream, when in self.read.items() if write else ():
             if (when[cells] > clock.get(stream, 0)).any():
                 return f"read on {self.machine.streams[stream]}"
@@ -293,9 +339,12 @@ class Machine:
         """The allocator may hand it out again, for work on its own stream from now on."""
         with self.lock:
             assert memory.home is not None
+            spared = dict.fromkeys(memory.spared, 2**62)
+            if not memory.conflict(slice(None), joined(memory.home.clock, spared), write=True):
+                return  # Nor is there one with what the host knows.
             # Whatever thread lets go of it last, others have done so when they knew what they know.
             known = functools.reduce(joined, self._known.values(), memory.home.clock)
-            clock = joined(known, dict.fromkeys(memory.spared, 2**62))
+            clock = joined(known, spared)
             if found := memory.conflict(slice(None), clock, write=True):
                 self.errors.append(
                     OrderError(f"memory of {memory.name}, of {memory.home}, is freed while it may still be {found}")
@@ -386,12 +435,18 @@ class Machine:
     # The host's memory.
 
     def host_reads(self, host: Tensor, what: str) -> None:
-        if (memory := self.pinned(host)) and (found := memory.conflict(slice(None), self.known, write=False)):
-            raise self._failed(OrderError(f"the host {what} {memory.name}, which may still be {found}"))
+        if (memory := self.pinned(host)) is None:
+            return
+        with self.lock:
+            if found := memory.conflict(slice(None), self.known, write=False):
+                raise self._failed(OrderError(f"the host {what} {memory.name}, which may still be {found}"))
 
     def host_writes(self, host: Tensor, what: str) -> None:
-        if (memory := self.pinned(host)) and (found := memory.conflict(slice(None), self.known, write=True)):
-            raise self._failed(OrderError(f"the host {what} {memory.name}, which may still be {found}"))
+        if (memory := self.pinned(host)) is None:
+            return
+        with self.lock:
+            if found := memory.conflict(slice(None), self.known, write=True):
+                raise self._failed(OrderError(f"the host {what} {memory.name}, which may still be {found}"))
 
     def sent(self, memory: Memory, host: Tensor) -> None:
         with self.lock:
@@ -412,7 +467,7 @@ class Machine:
 
 
 def _leaves(tree: Any) -> list[DeviceTensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, DeviceTensor)]
+    return [leaf for leaf in tensors(tree) if isinstance(leaf, DeviceTensor)]
 
 
 def _bytes(host: Tensor) -> bytes:
@@ -456,7 +511,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         machine = self.machine
-        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        leaves = tensors((args, kwargs))
         ours = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
         target = kwargs.get("device")
         to_gpu = target is not None and torch.device(target).type == "cuda"
@@ -468,9 +523,7 @@ class _Operations(TorchDispatchMode):
         if packet is aten.record_stream:
             args[0].memory.spared.add(args[1].number)
             return None
-        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd) and (
-            packet not in (aten.is_pinned,)
-        ):
+        if packet is not aten.is_pinned and is_composite(func):
             with self:
                 found = func.decompose(*args, **kwargs)
             if found is not NotImplemented:
@@ -499,11 +552,9 @@ class _Operations(TorchDispatchMode):
     def _compute(self, func, args, kwargs, ours, device):
         machine = self.machine
         written = set()
-        schema = func._schema.arguments
-        for number, argument in enumerate(schema):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[number] if number < len(args) else kwargs.get(argument.name)
-                written |= {id(leaf) for leaf in tree_flatten(value)[0]}
+        for number, name in written_arguments(func):
+            value = args[number] if number < len(args) else kwargs.get(name)
+            written |= {id(leaf) for leaf in tensors(value)}
         for leaf in ours:
             by_index = func.overloadpacket in _BY_INDEX and leaf is args[0]
             cells = _elements(func, leaf.values, _values(args)) if by_index else grains(leaf.values)
@@ -515,9 +566,7 @@ class _Operations(TorchDispatchMode):
         machine, by_id = self.machine, {id(leaf.values): leaf for leaf in ours}
         by_storage = {leaf.values.untyped_storage()._cdata: leaf.memory for leaf in ours}
 
-        def wrap(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
+        def wrap(value: Tensor) -> Tensor:
             if id(value) in by_id:
                 return by_id[id(value)]
             memory = by_storage.get(value.untyped_storage()._cdata)
@@ -528,7 +577,7 @@ class _Operations(TorchDispatchMode):
                 machine.note(made.memory, grains(value), write=True)
             return made
 
-        return tree_map(wrap, out)
+        return replaced(out, wrap)
 
     def _on_host(self, func, args, kwargs, leaves):
         """Of the host alone: pinned memory is made, read and written here."""
@@ -539,18 +588,13 @@ class _Operations(TorchDispatchMode):
             return machine.pin(args[0].clone(), "a pinned copy")
         pin = kwargs.pop("pin_memory", False) if "pin_memory" in kwargs else False
         if not getattr(machine.local, "access", None) and not func.is_view:
-            out_alias = {
-                argument.name: number
-                for number, argument in enumerate(func._schema.arguments)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            }
+            written = {number for number, _ in written_arguments(func)}
             for number, value in enumerate(args):
-                for leaf in tree_flatten(value)[0]:
-                    if isinstance(leaf, Tensor):
-                        if number in out_alias.values():
-                            machine.host_writes(leaf, f"writes ({func})")
-                        else:
-                            machine.host_reads(leaf, f"reads ({func})")
+                for leaf in tensors(value):
+                    if number in written:
+                        machine.host_writes(leaf, f"writes ({func})")
+                    else:
+                        machine.host_reads(leaf, f"reads ({func})")
         out = func(*args, **kwargs)
         return machine.pin(out, "pinned memory") if pin else out
 
@@ -723,7 +767,7 @@ def _places(values: Tensor) -> Tensor:
 
 
 def _values(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.values if isinstance(leaf, DeviceTensor) else leaf, tree)
+    return replaced(tree, lambda leaf: leaf.values if isinstance(leaf, DeviceTensor) else leaf)
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:

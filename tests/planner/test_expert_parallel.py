@@ -61,10 +61,15 @@ def problem() -> Problem:
     return replace(tight, more_bounds=(Bound(seconds=BOUND, metric="tpot"),))
 
 
-def planned(timed: Profile, policy: str) -> Plan:
+def planned(timed: Profile, policy: str, most: int = 8000) -> Plan:
     return optimize(
-        timed, workload(), tpot=BOUND, cluster=cluster(), policy=policy, max_num_seqs=8000, memory=MEMORY
+        timed, workload(), tpot=BOUND, cluster=cluster(), policy=policy, max_num_seqs=most, memory=MEMORY
     ).plan
+
+
+@cache
+def planned_with_layouts(policy: str, most: int) -> Plan:
+    return planned(profile(), policy, most)
 
 
 def by_hand(sharding: Sharding, count: int) -> Placement:
@@ -83,7 +88,7 @@ def by_hand(sharding: Sharding, count: int) -> Placement:
 
 @pytest.mark.parametrize(("policy", "most"), [("chunked", 8000), ("orca", 8000), ("rra", 2000)])
 def test_no_plan_by_hand_beats_the_search(policy: str, most: int) -> None:
-    found = optimize(profile(), workload(), tpot=BOUND, cluster=cluster(), policy=policy, max_num_seqs=most).plan
+    found = planned_with_layouts(policy, most)
     assert found.estimate is not None
     rng, module, best = np.random.default_rng(0), load_policy(policy), 0.0
     whole, num_tried = replace(problem(), max_seqs=most), 0
@@ -111,7 +116,7 @@ def test_no_plan_by_hand_beats_the_search(policy: str, most: int) -> None:
 
 def test_the_layouts_gain_and_are_in_the_plan(tmp_path: Path) -> None:
     plain = replace(profile(), measurements=_plain(profile()))
-    with_layouts, without = (planned(one, "chunked") for one in (profile(), plain))
+    with_layouts, without = planned_with_layouts("chunked", 8000), planned(plain, "chunked")
     assert with_layouts.estimate is not None
     assert without.estimate is not None
     assert with_layouts.estimate.throughput > 1.02 * without.estimate.throughput

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.ipc.messages import EngineSetup, Prompt, Sampling
+from exeplan.runner.replan.advisor_process import AdvisorProcess
 from exeplan.runner.replan.replanner import Replanner
 
 from ..processes import PATIENCE
@@ -30,6 +32,12 @@ pytestmark = pytest.mark.usefixtures("shared_forks")
 SPEC = load_model_spec("demo")
 SLOW = Schedule("rra", {"prefill_batch": 1, "decode_steps": 90})
 RULES = Rules(every=0.2, dwell=0.0, least_requests=16, least_for_search=32)
+
+
+@pytest.fixture(autouse=True)
+def _no_yielding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advisor would yield to other tests, and the engine answer for minutes until it is done."""
+    monkeypatch.setattr(AdvisorProcess, "start", staticmethod(partial(AdvisorProcess.start, urgent=True)))
 
 
 @pytest.fixture
@@ -77,8 +85,8 @@ def serving(
 ) -> list[tuple]:
     """Serves short answers until `what` is done; every answer must equal the first one to that prompt.
 
-    Each of six clients rests for `pause` seconds between two requests: what waits for the advisor, which yields to the
-    engine, waits less where that is not always busy. Returns the events.
+    Each of six clients rests for `pause` seconds between two requests: what waits for the advisor waits less where the
+    engine is not always busy. Returns the events.
     """
     events: list[tuple] = []
 
@@ -98,7 +106,7 @@ def serving(
         asking = [asyncio.create_task(load(start)) for start in range(6)]
         replanner.start()
         try:
-            async with asyncio.timeout(4 * PATIENCE):  # The advisor yields to other tests.
+            async with asyncio.timeout(4 * PATIENCE):
                 await what(client, replanner)
             await asyncio.sleep(0.3)
             assert not any(task.done() for task in asking)

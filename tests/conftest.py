@@ -41,7 +41,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)) + 1, _MOST_PROCESSES) if whole else 0
 
 
-_LONGEST = ("standins/test_memory.py", "workload/test_arrivals.py", "standins/test_workers_ahead.py")
+_LONGEST = (
+    "standins/test_memory.py",
+    "standins/test_workers_ahead.py",
+    "workload/test_arrivals.py",
+    "workload/test_deadlines.py",
+)
 """Late in the order of names: one of them would run alone at the end, for minutes."""
 
 

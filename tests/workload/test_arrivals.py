@@ -16,6 +16,7 @@ from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.optimize import optimize
+from exeplan.planner.choice.pipelines import Effort
 from exeplan.planner.load_problem import load_plan
 from exeplan.planner.problems.headroom import rate_headroom, with_headroom
 from exeplan.planner.problems.problem import Problem, make_problem
@@ -26,6 +27,8 @@ from exeplan.workload.workload import Trace, Workload
 
 LAW = "normal:in=40,10,80;out=12,5,24"
 SKEWED = "quantiles:in=p50:30,p99:200;out=p50:8,p99:30,p100:40;rank_correlation=0.4"
+WITHOUT_REPORT = Effort(report=False)
+"""Its headroom is not looked for, which takes as long as the plan."""
 SCHEDULES = [
     Schedule("orca", {"max_num_seqs": 24}),
     Schedule("rra", {"prefill_batch": 8, "decode_steps": 6}),
@@ -160,7 +163,7 @@ def test_a_plan_for_a_rate_keeps_its_bounds_in_the_replay_with_arrivals(
     most = optimize(asked(profile, law, bound=0.3), policies=(policy,)).plan.estimate
     assert most is not None
     problem = asked(profile, law, rate=0.6 * most.throughput, bound=0.3, ttft=0.15)
-    plan = optimize(problem, policies=(policy,)).plan
+    plan = optimize(problem, policies=(policy,), effort=WITHOUT_REPORT).plan
     assert plan.arrival_rate == problem.arrivals.rate if problem.arrivals else False
     assert plan.replay is not None
     assert plan.replay.latency is not None

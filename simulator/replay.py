@@ -22,6 +22,7 @@ from exeplan.core.runs.metrics import Requests
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
+from exeplan.scheduling.scheduler import check_fits
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.lockstep import LockstepScheduler, Row
 from exeplan.simulator.run import Run, RunLog
@@ -54,9 +55,14 @@ def replay(
         raise InputError("a replay needs at least one request")
     clients = None if concurrency is None else Clients(concurrency, think_seconds, seed)
     stream = Stream(input_tokens, output_tokens, arrivals, deadlines, weights, clients)
+    stream.check(num_blocks)
+    return run_engine(schedule, cost, stream, num_blocks=num_blocks, record_passes=record_passes)
+
+
+def run_engine(schedule: Schedule, cost: CostModel, stream: "Stream", *, num_blocks: int, record_passes: bool) -> Run:
+    """One engine with the whole stream, none of whose requests exceeds the KV cache alone."""
     engine = EngineReplay(schedule, cost, stream, num_blocks=num_blocks, record_passes=record_passes)
-    stream.check(engine.scheduler)
-    engine.log.add(len(input_tokens))
+    engine.log.add(len(stream.inputs))
     engine.begin(0.0)
     engine.advance(math.inf)
     return engine.run()
@@ -382,11 +388,19 @@ class Stream:
             weights=None if self._weights is None else self._weights[some],
         )
 
-    def check(self, scheduler: LockstepScheduler) -> None:
-        """Raises InputError for the first that exceeds the KV cache alone."""
-        too_long = np.flatnonzero(self.inputs + self.outputs > scheduler.num_blocks * BLOCK_SIZE)
+    def check(self, num_blocks: int) -> None:
+        """Raises InputError for the first that exceeds a KV cache of so many blocks alone."""
+        too_long = np.flatnonzero(self.inputs + self.outputs > num_blocks * BLOCK_SIZE)
         if len(too_long):
-            scheduler.check(self.row(int(too_long[0])))
+            check_fits(self.row(int(too_long[0])), num_blocks)
+
+    def part(self, some: Ints) -> "Stream":
+        """These of its requests, where there are no clients; each comes when it does here."""
+        deadlines, weights = (None if of is None else of[some] for of in (self._deadlines, self._weights))
+        part = Stream(self.inputs[some], self.outputs[some], self.arrivals[some], deadlines, weights, None)
+        part._rising = self._rising[some]
+        part._wait()
+        return part
 
 
 def _pipelines(cost: CostModel) -> list[tuple[str, tuple[int, ...]]]:

@@ -2,7 +2,9 @@
 
 Every replica is an engine with a schedule, a placement and a KV cache of its own (`replay.py`). Up to the next request
 of the stream each runs on its own; then the router, which is the server's (`exeplan/scheduling/router.py`), looks at
-how many requests each has that are not over. What ends at that very time counts as over.
+how many requests each has that are not over. What ends at that very time counts as over. Where the router does not
+look, and no request waits for an answer, each replica's requests are known from the beginning: one replica is replayed
+after the other, whose state then stays in the processor's cache.
 
 Not here: replicas that start, stop and fail (`scaled.py`), and how a cluster is divided into replicas
 (`exeplan/planner/problems/replicas.py`).
@@ -27,7 +29,7 @@ from exeplan.garbage import collected_seldom
 from exeplan.scheduling.router import Queues, Router
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.lockstep import Row
-from exeplan.simulator.replay import Clients, EngineReplay, Stream
+from exeplan.simulator.replay import Clients, EngineReplay, Stream, run_engine
 from exeplan.simulator.run import Run, RunLog
 from exeplan.workload.length_law import Ints
 
@@ -89,18 +91,47 @@ def routed_replay(
         raise InputError("a replay needs at least one request")
     clients = None if concurrency is None else Clients(concurrency, think_seconds, seed)
     stream = Stream(input_tokens, output_tokens, arrivals, deadlines, weights, clients)
+    stream.check(min(replica.num_blocks for replica in replicas))
+    decides = Router(router)
+    replayed = _together if clients is not None or decides.looks_at_queues else _apart
+    with collected_seldom():
+        chosen, runs = replayed(replicas, decides, stream, record_passes)
+    places = _places(chosen, len(replicas))
+    return RoutedRun(requests=_merged([run.requests for run in runs], places), chosen=chosen, replicas=runs)
+
+
+def _apart(
+    replicas: Sequence[Replica], router: Router, stream: Stream, record_passes: bool
+) -> tuple[Ints, tuple[Run, ...]]:
+    """To which replica each request goes, and what each replica did: all that it does before the next begins."""
+    queues = Queues([0] * len(replicas))
+    chosen = np.array([router.choose(queues) for _ in range(len(stream.inputs))])
+    parts = [stream.part(places) for places in _places(chosen, len(replicas))]
+    runs = (
+        run_engine(one.schedule, one.cost, part, num_blocks=one.num_blocks, record_passes=record_passes)
+        for one, part in zip(replicas, parts, strict=True)
+    )
+    return chosen, tuple(runs)
+
+
+def _together(
+    replicas: Sequence[Replica], router: Router, stream: Stream, record_passes: bool
+) -> tuple[Ints, tuple[Run, ...]]:
+    """The same, all replicas in the order of time."""
     queues = Queues([0] * len(replicas), [replica.capacity for replica in replicas])
     inboxes = [Inbox(stream, partial(queues.add, number)) for number in range(len(replicas))]
     engines = [
         EngineReplay(one.schedule, one.cost, inbox, num_blocks=one.num_blocks, record_passes=record_passes)
         for one, inbox in zip(replicas, inboxes, strict=True)
     ]
-    stream.check(min((engine.scheduler for engine in engines), key=lambda scheduler: scheduler.num_blocks))
-    with collected_seldom():
-        chosen = _run(stream, inboxes, engines, partial(Router(router).choose, queues))
-    runs = tuple(engine.run() for engine in engines)
-    places = [np.frombuffer(inbox.numbers, dtype=np.int64) for inbox in inboxes]
-    return RoutedRun(requests=_merged([run.requests for run in runs], places), chosen=chosen, replicas=runs)
+    chosen = _run(stream, inboxes, engines, partial(router.choose, queues))
+    return chosen, tuple(engine.run() for engine in engines)
+
+
+def _places(chosen: Ints, count: int) -> list[Ints]:
+    """The requests of each replica, in order."""
+    ends = np.cumsum(np.bincount(chosen, minlength=count))
+    return np.split(np.argsort(chosen, kind="stable"), ends[:-1])
 
 
 class Inbox:

@@ -104,7 +104,7 @@ def scaled_replay(
         raise InputError("a lost host is replayed for decoder models only")
     stream = Stream(input_tokens, output_tokens, arrivals, None, None, None)
     fleet = _Fleet(replica, Router(router), stream, most=most, start_seconds=start_seconds)
-    stream.check(fleet.engine().scheduler)
+    stream.check(replica.num_blocks)
     for number in range(first):
         fleet.start(number, 0.0, up=0.0)
     for loss in losses:
@@ -259,11 +259,6 @@ class _Fleet:
 
     # --- replicas
 
-    def engine(self, inbox: Inbox | None = None) -> EngineReplay:
-        one = self._replica
-        incoming = inbox or Inbox(self._inputs, lambda change: None)
-        return EngineReplay(one.schedule, one.cost, incoming, num_blocks=one.num_blocks, record_passes=False)
-
     @property
     def num_waiting(self) -> int:
         """Requests whose prefill has not begun."""
@@ -280,7 +275,9 @@ class _Fleet:
     def start(self, number: int, now: float, *, up: float) -> None:
         place = len(self._lives)
         inbox = Inbox(self._requests, partial(self._opened, place))  # type: ignore[arg-type]
-        life = _Life(number, place, self.engine(inbox), inbox, now)
+        one = self._replica
+        engine = EngineReplay(one.schedule, one.cost, inbox, num_blocks=one.num_blocks, record_passes=False)
+        life = _Life(number, place, engine, inbox, now)
         self._lives.append(life)
         self._engines.append(life.engine)
         self._by_number[number] = life

@@ -93,6 +93,11 @@ class Router:
         assert law in ROUTERS
         self._law, self._turn, self._random = law, 0, random.Random(seed)
 
+    @property
+    def looks_at_queues(self) -> bool:
+        """Whether its choice depends on how long they are, and not only on how many there are."""
+        return self._law == _SHORTEST_QUEUE
+
     def choose(self, queues: Queues) -> int:
         """The number of the replica."""
         turn = self._turn % len(queues)

@@ -155,12 +155,7 @@ class Scheduler:
 
     def check(self, sequence: SequenceState) -> None:
         """Raises InputError when cache or device could not hold the sequence even alone."""
-        needed = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
-        if needed > self.num_blocks:
-            raise InputError(
-                f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens need {needed} "
-                f"KV blocks, the cache has {self.num_blocks} ({self.num_blocks * BLOCK_SIZE} tokens)"
-            )
+        check_fits(sequence, self.num_blocks)
         longest = sequence.num_prompt_tokens + sequence.max_output_tokens
         if self.pass_tokens is not None and longest > self.pass_tokens:
             raise InputError(
@@ -430,6 +425,16 @@ def _placed(admitted: tuple[SequenceState, ...], packing: Packing) -> Packing:
     for sequence, slot in zip(admitted, packing.slots, strict=True):
         sequence.slot = slot
     return packing
+
+
+def check_fits(sequence: SequenceState, num_blocks: int) -> None:
+    """Raises InputError when a cache of so many blocks could not hold the sequence even alone."""
+    needed = num_reserved_blocks(sequence)
+    if needed > num_blocks:
+        raise InputError(
+            f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens need {needed} "
+            f"KV blocks, the cache has {num_blocks} ({num_blocks * BLOCK_SIZE} tokens)"
+        )
 
 
 def num_reserved_blocks(sequence: SequenceState) -> int:

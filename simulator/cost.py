@@ -56,6 +56,7 @@ class CostModel(PlacementTimings):
         self._send_seconds = {link: _of_one(curve) for link, curve in self.sends.items()}
         self._distinct_kinds = list({id(kind): kind for kind in self.kinds}.values())
         self._kinds_of = {phase: self.of_phase(phase) for phase in {kind.phase for kind in self.kinds}}
+        self._distinct_of = {phase: list(dict.fromkeys(kinds)) for phase, kinds in self._kinds_of.items()}
 
     def for_policy(self, policy: Policy) -> "CostModel":
         """The cost model of what a policy runs: one that keeps finished rows changes its batches less often."""
@@ -196,7 +197,7 @@ class CostModel(PlacementTimings):
 
     def _fixed_decode_seconds(self, rows: int) -> dict[StageKind, float]:
         """Seconds of a pass of `rows` decode rows on each kind of stage, without the attention."""
-        return dict(self._without_attention(self.kinds, 0.0, rows, 0))
+        return dict(self._without_attention(self._distinct_kinds, 0.0, rows, 0))
 
     def _stages_that_decode(
         self, phase: str, rows: int
@@ -224,7 +225,7 @@ class CostModel(PlacementTimings):
             id(kind): other
             + (kind.encoder_layers or (0 if apart else kind.layers)) * prefill[kind.size]
             + kind.layers * decode[kind.size]
-            for kind, other in self._without_attention(kinds, prompts, rows, prefills)
+            for kind, other in self._without_attention(self._distinct_of[batch.phase], prompts, rows, prefills)
         }
         return [seconds[id(kind)] for kind in kinds]
 
@@ -264,11 +265,11 @@ class CostModel(PlacementTimings):
     def _without_attention(
         self, kinds: Sequence[StageKind], prompts: float, rows: float, prefills: float
     ) -> list[tuple[StageKind, float]]:
-        """Seconds of a pass on each kind of stage, without the attention."""
+        """Seconds of a pass on each of these kinds of stages, without the attention."""
         host = self._host_seconds(rows, prefills)
         layers: dict[SumsOver, tuple[float, float]] = {}
         seconds = []
-        for kind in {id(kind): kind for kind in kinds}.values():
+        for kind in kinds:
             link = kind.sums
             if link not in layers:
                 layers[link] = self._layer_seconds(link, prompts, rows)

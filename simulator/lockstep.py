@@ -11,11 +11,12 @@ Not here: the time of a pass, and what waits for what (`replay.py`).
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from typing import cast
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
 from exeplan.core.schedule import Schedule
-from exeplan.scheduling.scheduler import Scheduler, num_reserved_blocks
+from exeplan.scheduling.scheduler import Scheduler, num_reserved_blocks, take_out
 from exeplan.simulator.run import RunLog
 
 _MANY = 1 << 40
@@ -39,12 +40,15 @@ class Row(SequenceState):
         self.since = self.left_at = 0
         self._output = self._blocks = 0
         self._flying = False
-        self.request_id = str(index)
         self.num_prompt_tokens, self.max_output_tokens = prompt, output
         self.deadline, self.weight = deadline, weight
         self.num_computed_tokens = self.group = self.admission = self.preemptions = 0
         self.num_begin_tokens = self.slot = self.rank = 0
         self.finished = False
+
+    @property
+    def request_id(self) -> str:  # type: ignore[override]
+        return str(self.index)
 
     @property
     def num_output_tokens(self) -> int:
@@ -64,7 +68,7 @@ class Row(SequenceState):
     def num_blocks(self) -> int:
         if not self.advancing:
             return self._blocks
-        return self._blocks + max((cast(Lane, self.lane).booked - self.border) // BLOCK_SIZE + 1, 0)
+        return self._blocks + max((self.lane.booked - self.border) // BLOCK_SIZE + 1, 0)  # type: ignore[union-attr]
 
     @num_blocks.setter
     def num_blocks(self, count: int) -> None:
@@ -93,7 +97,7 @@ class Row(SequenceState):
         """Advances no more: its numbers are its own again."""
         self._output, self._blocks = self.num_output_tokens, self.num_blocks
         self.advancing = False
-        self.left_at = cast(Lane, self.lane).count
+        self.left_at = self.lane.count  # type: ignore[union-attr]
 
 
 class Lane:
@@ -118,23 +122,24 @@ class Lane:
         """Rows that advance, by the place of their borders among BLOCK_SIZE passes."""
         self._finishing: dict[int, list[Row]] = {}
         """Rows by the count at which they have their last token; rows that have left, too."""
+        self._next_counts: list[int] = []
+        """A heap of these counts, of which there may be hundreds."""
         self._late: list[Row] = []
         """Finished rows that are kept, and that the next batch gives the block of their last token."""
 
     def match(self, rows: Sequence[Row]) -> int:
         """Makes these the rows. Returns how many need one more block for the next pass."""
         assert self.booked < self.count
-        known = len(self.rows)
-        if rows[:known] != tuple(self.rows):
-            self._drop_all_but(rows)
-            known = len(self.rows)
-            fresh = [row for row in rows if row.lane is not self]
+        now, known = list(rows), len(self.rows)
+        if now[:known] == self.rows:
+            fresh = now[known:]
         else:
-            fresh = list(rows[known:])
+            self._drop_all_but(rows)
+            fresh = [row for row in rows if row.lane is not self]
         short = self._crossing[self.count % BLOCK_SIZE]
         for row in fresh:
             short += self._join(row)
-        self.rows = list(rows)
+        self.rows = now
         return short + len(self._late)
 
     def _drop_all_but(self, rows: Sequence[Row]) -> None:
@@ -158,7 +163,11 @@ class Lane:
             self.flush(row)
         needs_block = row.join(self)
         self._crossing[row.border % BLOCK_SIZE] += 1
-        self._finishing.setdefault(row.max_output_tokens - row._output, []).append(row)
+        last = row.max_output_tokens - row._output
+        if last not in self._finishing:
+            self._finishing[last] = []
+            heappush(self._next_counts, last)
+        self._finishing[last].append(row)
         self.num_advancing += 1
         if self.by_rank:
             self.by_rank[row.rank][2] += 1
@@ -179,7 +188,7 @@ class Lane:
     @property
     def num_left(self) -> int:
         """Passes until a row has its last token."""
-        return min(self._finishing, default=self.count + 1) - self.count
+        return self._next_counts[0] - self.count if self._next_counts else 1
 
     def advance(self, ends: Sequence[float]) -> list[Row]:
         """Passes that ended then: a token for every row. Returns those that finished, at the last of them."""
@@ -188,8 +197,11 @@ class Lane:
         self.num_tokens += self.num_advancing * len(ends)
         for rank in self.by_rank:
             rank[1] += rank[2] * len(ends)
+        if self.count not in self._finishing:
+            return []
+        heappop(self._next_counts)
         finished = []
-        for row in self._finishing.pop(self.count, ()):
+        for row in self._finishing.pop(self.count):
             if row.lane is self and row.advancing and row.num_output_tokens == row.max_output_tokens:
                 self._stop(row)
                 self.flush(row)
@@ -205,7 +217,7 @@ class Lane:
             self._stop(row)
         if row in self._late:
             self._late.remove(row)
-        self.rows.remove(row)
+        take_out(self.rows, row)
         self.num_tokens -= row.num_tokens
         if self.by_rank:
             self.by_rank[row.rank][0] -= 1
@@ -222,6 +234,7 @@ class Lane:
         self.by_rank = [[0, 0, 0] for _ in self.by_rank]
         self._late.clear()
         self._finishing.clear()
+        self._next_counts.clear()
 
     def _stop(self, row: Row) -> None:
         row.settle()
@@ -377,13 +390,13 @@ class LockstepScheduler(Scheduler):
 
     def _prefilled(self, batch: Batch, start: float, end: float, prefills: bool) -> list[Row]:
         starts = self.log.starts
-        for row in cast(tuple[Row, ...], batch.prefill):
+        for row in cast("tuple[Row, ...]", batch.prefill):
             if starts[row.index] != starts[row.index]:
                 starts[row.index] = start
         if not prefills:
             return []
         finished, again = [], []
-        for row in cast(tuple[Row, ...], batch.whole_prefills):
+        for row in cast("tuple[Row, ...]", batch.whole_prefills):
             if row.num_output_tokens:
                 again.append(row)
             else:
@@ -408,7 +421,7 @@ class LockstepScheduler(Scheduler):
         if not batch.decode:
             return ()
         lane = self.lanes[batch.group]
-        short = lane.match(cast(tuple[Row, ...], batch.decode))
+        short = lane.match(cast("tuple[Row, ...]", batch.decode))
         if short <= self.free_blocks:
             self.free_blocks -= short
             lane.book()
@@ -416,7 +429,7 @@ class LockstepScheduler(Scheduler):
         lane.scatter()
         decode = super()._grow(batch)
         if decode:
-            lane.match(cast(tuple[Row, ...], decode))
+            lane.match(cast("tuple[Row, ...]", decode))
             lane.book()
         return decode
 
@@ -425,8 +438,9 @@ class LockstepScheduler(Scheduler):
         self._reserved += num_reserved_blocks(sequence)
 
     def _leave(self, sequence: SequenceState) -> None:
-        if (lane := cast(Row, sequence).lane) is not None:
-            lane.remove(cast(Row, sequence))
+        row = cast(Row, sequence)
+        if row.lane is not None:
+            row.lane.remove(row)
         self._reserved -= num_reserved_blocks(sequence)
         super()._leave(sequence)
 

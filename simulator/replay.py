@@ -154,11 +154,7 @@ class EngineReplay:
                 heappush(events, (ends[-1], number, batch, start, ends))
         if scheduler.free_blocks < self._least_free:
             self._least_free = scheduler.free_blocks
-        upcoming = events[0][0] if events and events[0][0] < incoming.coming else incoming.coming
-        for pipeline in self.pipelines:
-            if now < pipeline.free[0] < upcoming:
-                upcoming = pipeline.free[0]
-        self.next = upcoming
+        self._look_ahead(now)
 
     def end(self, now: float) -> None:
         """Completes the batches whose last pass has ended by now."""
@@ -177,19 +173,27 @@ class EngineReplay:
                 heappush(events, (now + _kv_transfer_seconds(batch, self.cost), number, batch, start, []))
 
     def interrupt(self, now: float) -> None:
-        """A request has come that was not known of: a batch that is repeated is not, after the pass that runs.
-
-        Where nothing can begin before a pass ends, it is looked at then.
-        """
+        """A request has come that was not known of: a batch that is repeated is not, after the pass that runs."""
         if self._repeating is not None:
             _, number, batch, start, ends = self._events[0]
             ends = _begun([start, *ends], now)[1:]
             self._events[0] = ends[-1], number, batch, start, ends
             self._repeating.pipeline.free[0] = ends[-1]
-        if self.incoming.expire or any(pipeline.free[0] <= now for pipeline in self.pipelines):
-            self.next = now
-        else:
-            self.next = min(self._events[0][0], *(pipeline.free[0] for pipeline in self.pipelines))
+        self._look_ahead(now)
+
+    def _look_ahead(self, now: float) -> None:
+        """Sets when something happens next. A request that comes while nothing can begin is looked at when a pass
+        ends."""
+        upcoming, looks = self._events[0][0] if self._events else math.inf, self.incoming.expire
+        for pipeline in self.pipelines:
+            free = pipeline.free[0]
+            if free <= now:
+                looks = True
+            elif free < upcoming:
+                upcoming = free
+        if looks and self.incoming.coming < upcoming:
+            upcoming = self.incoming.coming
+        self.next = upcoming
 
     def lose(self, now: float) -> dict[int, int]:
         """Its devices are gone, and nothing more happens. Returns the tokens of each request that has come and is not
@@ -314,8 +318,11 @@ class Stream:
     ) -> None:
         self.inputs, self.outputs = np.asarray(inputs), np.asarray(outputs)
         self.arrivals = np.zeros(len(inputs)) if arrivals is None else np.array(arrivals, dtype=float)
+        # Of a memoryview, single entries are plain numbers, which NumPy takes several times as long to give.
+        self._inputs, self._outputs = self.inputs.data, self.outputs.data
         # One out of order waits for those before it.
         self._rising = self.arrivals if arrivals is None else np.maximum.accumulate(self.arrivals)
+        self._times = self._rising.data
         self._deadlines, self._weights, self.clients = deadlines, weights, clients
         self.expire = deadlines is not None
         self._num_arrived = 0
@@ -329,17 +336,18 @@ class Stream:
 
     def _wait(self) -> None:
         """Sets when the next one comes."""
-        if self.all_arrived or (self.clients is not None and not self.clients.times):
+        number, clients = self._num_arrived, self.clients
+        if number == len(self._times) or (clients is not None and not clients.times):
             self.coming = math.inf
-            return
-        self.coming = float(self._rising[self._num_arrived])
-        if self.clients is not None:
-            self.coming = max(float(self.arrivals[self._num_arrived]), self.clients.times[0])
+        elif clients is None:
+            self.coming = self._times[number]
+        else:
+            self.coming = max(float(self.arrivals[number]), clients.times[0])
 
     def arrive(self, now: float) -> tuple[int, float]:
         first = self._num_arrived
         if self.clients is None:
-            self._num_arrived = int(np.searchsorted(self._rising, now, side="right"))
+            self._num_arrived = bisect_right(self._times, now, first)
             self._wait()
         while self.coming <= now:
             self.take()
@@ -373,7 +381,7 @@ class Stream:
         """The row of a request for an engine that numbers it `index`."""
         due = None if self._deadlines is None else float(self.arrivals[number] + self._deadlines[number])
         weight = 1.0 if self._weights is None else float(self._weights[number])
-        return Row(index, int(self.inputs[number]), int(self.outputs[number]), due, weight)
+        return Row(index, self._inputs[number], self._outputs[number], due, weight)
 
     def ended(self, log: RunLog) -> Requests:
         return self.ended_of(slice(None), log)
@@ -399,6 +407,7 @@ class Stream:
         deadlines, weights = (None if of is None else of[some] for of in (self._deadlines, self._weights))
         part = Stream(self.inputs[some], self.outputs[some], self.arrivals[some], deadlines, weights, None)
         part._rising = self._rising[some]
+        part._times = part._rising.data
         part._wait()
         return part
 

@@ -160,7 +160,7 @@ class Inbox:
         self.coming = now
 
     def arrive(self, now: float) -> tuple[int, float]:
-        new = self.numbers[self._num_arrived :].tolist()
+        new = self.numbers[self._num_arrived :].tolist() if self.expire else []
         self._num_arrived, self.coming = len(self.numbers), math.inf
         return self._num_arrived, self._stream.first_deadline(new)
 
@@ -189,14 +189,16 @@ def _run(stream: Stream, inboxes: Sequence[Inbox], engines: Sequence[EngineRepla
             return np.frombuffer(chosen, dtype=np.int64)
         while stream.coming <= now:
             number = choose()
+            engine = engines[number]
             chosen.append(number)
             inboxes[number].put(stream.take(), now)
-            engines[number].log.add(1)
-            engines[number].interrupt(now)
+            engine.log.add(1)
+            engine.interrupt(now)
             awake.append(number)
         for number in sorted(set(awake)):
-            if engines[number].next <= now:
-                engines[number].begin(now)
+            engine = engines[number]
+            if engine.next <= now:
+                engine.begin(now)
             due.put(number)
 
 
@@ -210,8 +212,8 @@ class Due:
 
     def put(self, number: int) -> None:
         """An engine's next event is known."""
-        if self._engines[number].next < math.inf:
-            heappush(self._heap, (self._engines[number].next, number))
+        if (time := self._engines[number].next) < math.inf:
+            heappush(self._heap, (time, number))
 
     def first(self) -> float:
         """Infinity where nothing is to happen."""
@@ -222,10 +224,12 @@ class Due:
 
     def until(self, now: float) -> list[int]:
         """Takes the engines on which something happens by now."""
-        found = []
-        while self.first() <= now and self._heap:
-            found.append(heappop(self._heap)[1])
-        return sorted(set(found))
+        heap, engines, found = self._heap, self._engines, set()
+        while heap and heap[0][0] <= now:
+            time, number = heappop(heap)
+            if time == engines[number].next:
+                found.add(number)
+        return sorted(found)
 
 
 def _merged(parts: Sequence[Requests], places: Sequence[Ints]) -> Requests:

@@ -41,8 +41,7 @@ class Queues:
         """That many more sequences, or less, on a replica."""
         kind, before = self._kinds[self._kind_of[number]], self.num_open[number]
         self.num_open[number] = before + change
-        kind.take(number, before)
-        kind.put(number, before + change)
+        kind.move(number, before, before + change)
 
     def shortest(self, first: int) -> int:
         """One of the shortest queues: the next from `first` on, and round to it."""
@@ -67,12 +66,16 @@ class _Alike:
             self.fewest = count
         self._with[count] = self._with.get(count, 0) | 1 << number
 
-    def take(self, number: int, count: int) -> None:
-        self._with[count] ^= 1 << number
-        if not self._with[count]:
-            del self._with[count]
-            if count == self.fewest and self._with:
-                self.fewest = min(self._with)
+    def move(self, number: int, before: int, count: int) -> None:
+        having, bit = self._with, 1 << number
+        left = having.pop(before) ^ bit
+        if left:
+            having[before] = left
+        having[count] = having.get(count, 0) | bit
+        if count < self.fewest:
+            self.fewest = count
+        elif not left and before == self.fewest:
+            self.fewest = min(having)
 
     def next_of_fewest(self, first: int) -> int:
         """The next from `first` on, and round to it."""

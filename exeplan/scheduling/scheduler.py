@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, islice
 from operator import attrgetter
+from typing import TypeVar
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, Packing, SequenceState, num_blocks_for
 from exeplan.core.control_variables import slot_share
@@ -142,11 +143,12 @@ class Scheduler:
         return expired
 
     def _leave_queue(self, sequences: Iterable[SequenceState]) -> None:
-        gone = {id(s) for s in sequences}
-        if not gone:
-            return
-        while self.waiting and id(self.waiting[0]) in gone:
-            gone.discard(id(self.waiting.popleft()))
+        gone = set()
+        for sequence in sequences:
+            if sequence is self.waiting[0]:
+                self.waiting.popleft()
+            else:
+                gone.add(id(sequence))
         if gone:
             self._drop_waiting(gone)
 
@@ -387,7 +389,7 @@ class Scheduler:
     def move_to_group(self, sequence: SequenceState, group: int) -> None:
         """Puts a sequence of a group into another, in front; its own may not be in flight."""
         assert sequence.group not in self.busy
-        self.groups[sequence.group].remove(sequence)
+        take_out(self.groups[sequence.group], sequence)
         sequence.group = group
         self.groups[group].insert(0, sequence)
 
@@ -402,13 +404,9 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _leave(self, sequence: SequenceState) -> None:
-        del self.running[bisect_left(self.running, sequence.admission, key=_admission)]
+        take_out(self.running, sequence)
         self.on_ranks[sequence.rank] -= 1
-        if sequence in self.groups[sequence.group]:
-            self.groups[sequence.group].remove(sequence)
-        elif sequence in self.ready:
-            self.ready.remove(sequence)
-        else:
+        if not (take_out(self.groups[sequence.group], sequence) or take_out(self.ready, sequence)):
             self.num_in_transfer -= 1
         self.free_blocks += sequence.num_blocks
         sequence.num_blocks = 0
@@ -417,6 +415,18 @@ class Scheduler:
 
 
 _admission = attrgetter("admission")
+_S = TypeVar("_S", bound=SequenceState)
+
+
+def take_out(rows: list[_S], sequence: _S) -> bool:
+    """Takes a sequence out of rows that are mostly in order of admission. Returns whether it was among them."""
+    place = bisect_left(rows, sequence.admission, key=_admission)
+    if not (place < len(rows) and rows[place] is sequence):
+        if sequence not in rows:
+            return False
+        place = rows.index(sequence)
+    del rows[place]
+    return True
 
 
 def _placed(admitted: tuple[SequenceState, ...], packing: Packing) -> Packing:

@@ -33,12 +33,14 @@ def free_places(queue: Queue, number: int, *, slots: int, joining: int, alike: b
     `alike`: among all groups, and one in flight counts as it is.
     """
     groups = queue.groups
-    if not joining and len(groups) > 1 and len(queue.running) < slots:
-        return 0
     size = len(groups[number])
+    if len(groups) == 1:
+        return max(slots - size, 0)
+    if not joining and len(queue.running) < slots:
+        return 0
     own = max(slot_share(slots, len(groups), number) - size, 0)
-    if own == 0 or len(groups) == 1:
-        return own
+    if own == 0:
+        return 0
     total = sum(map(len, groups)) + joining
     if total >= slots:
         return own
@@ -59,9 +61,11 @@ def free_places(queue: Queue, number: int, *, slots: int, joining: int, alike: b
 
 def even_out(queue: Queue, *, slots: int, joining: int, alike: bool = False) -> None:
     """Moves rows of groups that are not in flight; of a group whose prompt has been cut, only others."""
+    if len(queue.groups) == 1:
+        return
     sizes = [len(rows) for rows in queue.groups]
     total = sum(sizes) + joining
-    if len(sizes) == 1 or total >= slots:
+    if total >= slots:
         return
     used = len(sizes) if alike else groups_for(total, slots, len(sizes), queue.num_decode_stages)
     least = min(sizes[:used])

@@ -397,7 +397,7 @@ class Stream:
         )
 
     def check(self, num_blocks: int) -> None:
-        """Raises InputError for the first that exceeds a KV cache of so many blocks alone."""
+        """Raises InputError for the first that exceeds a KV cache of `num_blocks` blocks alone."""
         too_long = np.flatnonzero(self.inputs + self.outputs > num_blocks * BLOCK_SIZE)
         if len(too_long):
             check_fits(self.row(int(too_long[0])), num_blocks)

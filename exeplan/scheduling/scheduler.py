@@ -438,7 +438,7 @@ def _placed(admitted: tuple[SequenceState, ...], packing: Packing) -> Packing:
 
 
 def check_fits(sequence: SequenceState, num_blocks: int) -> None:
-    """Raises InputError when a cache of so many blocks could not hold the sequence even alone."""
+    """Raises InputError when a cache of `num_blocks` blocks could not hold the sequence even alone."""
     needed = num_reserved_blocks(sequence)
     if needed > num_blocks:
         raise InputError(

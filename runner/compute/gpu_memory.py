@@ -135,7 +135,10 @@ def logits_bytes(runner: ModelRunner, schedule: Schedule) -> int:
 
 
 def run_passes(runner: ModelRunner, num_tokens: int, num_seqs: int) -> None:
-    """A prefill of `num_tokens` tokens, and a decode of `num_seqs` sequences with log-probabilities of all."""
+    """A prefill of `num_tokens` tokens, and a decode of `num_seqs` sequences with log-probabilities of all.
+
+    Of a prompt of the prefill log-probabilities are wanted: the last layer then computes all tokens.
+    """
     # Memory depends on the tokens of the flat batch, not on the lengths of its prompts; short ones take less time.
     longest = min(runner.spec.max_context, _PROMPT)
     whole, rest = divmod(num_tokens, longest)
@@ -149,7 +152,8 @@ def run_passes(runner: ModelRunner, num_tokens: int, num_seqs: int) -> None:
         sequences = batch.prefill + batch.decode
         runner.assume_cached(batch.decode)
         token_ids = {sequence.request_id: [0] * sequence.num_tokens for sequence in sequences}
-        logits_RV = runner.forward(batch, token_ids, _hidden(runner, batch))
+        reported = {sequence.request_id: 0 for sequence in batch.prefill[:1]}
+        logits_RV = runner.forward(batch, token_ids, _hidden(runner, batch), reported=reported)
         if runner.shard.last and len(logits_RV):
             logits_RV.log_softmax(-1)
         for sequence in sequences:

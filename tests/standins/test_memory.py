@@ -1,8 +1,8 @@
 """Every shipped model starts on a GPU and fills its share of the memory, or is refused with the number; a plan counts
 on as many tokens of keys and values as the engine finds.
 
-Three layers of each model are loaded; the memory of the rest of its stage is taken from the GPU beforehand. The stage
-is the smallest that the planner's memory model lets hold a pass's tokens: tensor parallelism over up to 8 GPUs, then
+Two layers of each model are loaded; the memory of the rest of its stage is taken from the GPU beforehand. The stage is
+the smallest that the planner's memory model lets hold a pass's tokens: tensor parallelism over up to 8 GPUs, then
 pipeline stages.
 """
 
@@ -44,7 +44,7 @@ MODELS = sorted({path.stem for path in (PLANS / "models").glob("*.yaml")} - NOT_
 SMALL = ["demo-experts", "llama-50m", "tcb-transformer"]
 """Whose caches take seconds, too, on the larger GPUs."""
 LARGE = [model for model in MODELS if model not in SMALL]
-TOKENS, LOADED = 8192, 3
+TOKENS, LOADED = 8192, 2
 """Of a pass, and layers."""
 SCHEDULE = Schedule("chunked", {"max_num_seqs": 8, "max_num_batched_tokens": TOKENS})
 SCHEDULES = {

@@ -87,7 +87,7 @@ class Layer(Protocol):
 
 
 class LastLayer(Layer, Protocol):
-    """A layer of a decoder-only model, which may be the last: nobody needs its output for tokens inside a prompt."""
+    """A layer of a decoder-only model. Of the last one the output for tokens inside a prompt is not used."""
 
     def __call__(
         self, hidden_NE: Tensor, angles: Angles | None, attend: Attend, wanted_R: Tensor | None = None

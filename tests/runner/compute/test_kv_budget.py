@@ -81,11 +81,11 @@ class ToyGpu:
         seen: list[int] = []
         forward = self.runner.forward
 
-        def counted(batch, *others):
+        def counted(batch, *others, **named):
             seen.append(batch.num_new_tokens)
             if self.runner.cache.num_bytes + 100 * max(seen) > self.total:
                 raise MemoryError
-            return forward(batch, *others)
+            return forward(batch, *others, **named)
 
         self.runner.forward = counted  # type: ignore[method-assign]
         try:

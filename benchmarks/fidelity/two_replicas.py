@@ -29,7 +29,8 @@ from benchmarks.fidelity.bench_runs import errors_of
 from benchmarks.lib.record import write_record
 from benchmarks.lib.vllm_server import write_tokenizer
 from benchmarks.service.serving import served
-from exeplan.core.plan import load_plan, save_plan, single_plans
+from exeplan.core.plan import save_plan, single_plans
+from exeplan.planner.load_problem import read_plan
 from exeplan.planner.reports.tables import table
 
 _KINDS = {"replay": "predicted", "measured": "measured", "measured_at_profile_speed": "at profiling speed"}
@@ -73,7 +74,7 @@ def _rows(model: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 runs[count].append(_run(plans[count], args.duration, seed=number))
                 print(f"{model}: round {number + 1}/{args.rounds}, {count} engines", runs[count][-1], flush=True)
         for count, file in plans.items():
-            yield {"model": model, "engines": count, "schedule": str(load_plan(file).schedule), "runs": runs[count]}
+            yield {"model": model, "engines": count, "schedule": str(read_plan(file).schedule), "runs": runs[count]}
 
 
 def _model_in(folder: Path, model: str) -> str:
@@ -95,7 +96,7 @@ def _plans(model: str, folder: Path, args: argparse.Namespace) -> dict[int, Path
     ):
         if status := subprocess.run([*_EXEPLAN, *command], check=False).returncode:
             raise SystemExit(status)
-    plan = load_plan(file)
+    plan = read_plan(file)
     if plan.num_replicas != 2:
         raise SystemExit(f"the plan of {model} is not one of two replicas: {plan.schedule} on {plan.placement}")
     assert plan.estimate

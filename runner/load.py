@@ -6,8 +6,11 @@ sampled lengths, and outputs are forced to theirs, so that the work is the workl
 """
 
 import asyncio
+import contextlib
 import json
 import math
+import os
+import resource
 import ssl
 import time
 from collections.abc import Sequence
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 _CYCLES = 12
 _ATTEMPTS = 20
+AT_ONCE = 2048
+"""Connections to a server: each takes one of its files and one here, and servers take so many from one address."""
+_SPARE_FILES = 64
 AFTER_CUT = 1.0
 """Seconds after the end of a run that was cut at which its records have the tokens that were not seen."""
 _EXPIRED = 408
@@ -303,8 +309,12 @@ async def play_url(
     api_key: str | None = None,
     tls_ca: Path | None = None,
     stream: bool = True,
+    at_once: int = AT_ONCE,
 ) -> list[RequestRecord]:
     """Runs the load on an OpenAI-compatible server; raises InputError when it does not answer as one.
+
+    At most `at_once` requests, or the load's concurrency, are there at a time, fewer where no more files may be open:
+    the others have arrived, and wait here.
 
     Without streaming, tokens are spread evenly between the first and the last one of the server's `timing`. A prefill
     starts at the first token minus the prefill time in the `timing` of exeplan's server; for other servers it starts at
@@ -314,7 +324,8 @@ async def play_url(
 
     gate = asyncio.Semaphore(load.concurrency or len(load.input_tokens))
     began = time.perf_counter()
-    connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=trusting(tls_ca))
+    limit = _connections(max(at_once, load.concurrency or 0))
+    connector = aiohttp.TCPConnector(limit=limit, force_close=True, ssl=trusting(tls_ca))
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=authorization(api_key)) as client:
 
@@ -330,6 +341,17 @@ async def play_url(
             return list(await asyncio.gather(*(one(index) for index in range(len(load.input_tokens)))))
         except (aiohttp.ClientError, OSError) as error:
             raise InputError(f"{url} does not answer: {error or type(error).__name__}") from None
+
+
+def _connections(wanted: int) -> int:
+    """As many as wanted, or as files may be open, after raising that limit as far as this process may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # Some systems allow no more than a limit of their own.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    return max(min(wanted, soft - len(os.listdir("/dev/fd")) - _SPARE_FILES), 1)
 
 
 def authorization(api_key: str | None) -> dict[str, str]:

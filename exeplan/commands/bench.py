@@ -31,6 +31,8 @@ _CLIENT = ("aiohttp", "prometheus_client")
 _TIMES = """
 times at the client: ttft, from sending a request to its first token; tpot, from the first token to the last over the
 tokens after the first, a mean a request; itl, between two successive tokens of a request; latency, to the last token"""
+_LEAST_WAITING, _MOST_WAITING = 256, 512
+"""Requests of a backlog that wait at a server which runs a plan, as many as it has seats: its queue holds the most."""
 _SETTLE_SECONDS = 1.0
 """Until a server has counted its last requests."""
 
@@ -318,8 +320,12 @@ def _play(
     from exeplan.runner.load import play_engine, served_model
 
     if args.url:
+        from exeplan.core.plan import single_plans
+        from exeplan.policies import pass_limits
+
         model = served_model(args.url, args.api_key, args.tls_ca)
-        records, counted = _play_url(args, load, model.name, vocab_size=spec.vocab_size)
+        seats = sum(pass_limits(one.schedule).decode_rows or 0 for one in single_plans(plan))
+        records, counted = _play_url(args, load, model.name, vocab_size=spec.vocab_size, seats=seats)
         return records, None, counted
     from exeplan.runner.engine_process.build import build_engine, engine_setup
 
@@ -332,13 +338,14 @@ def _play(
 
 
 def _play_url(
-    args: argparse.Namespace, load: "Load", model: str, *, vocab_size: int
+    args: argparse.Namespace, load: "Load", model: str, *, vocab_size: int, seats: int = 0
 ) -> "tuple[list[RequestRecord], ServerRun | None]":
-    """The records, and what the server's own metrics say of the same time; None of one without such metrics."""
+    """The records, and what the server's own metrics say of the same time; None of one without such metrics. Of a
+    backlog so many requests are there at once that its `seats` are taken and others wait."""
     import asyncio
     import time
 
-    from exeplan.runner.load import authorization, play_url
+    from exeplan.runner.load import AT_ONCE, authorization, play_url
     from exeplan.runner.server_counters import between, read_counters
 
     read = partial(read_counters, args.url, authorization(args.api_key), args.tls_ca)
@@ -351,6 +358,7 @@ def _play_url(
         stream=not args.no_stream,
         api_key=args.api_key,
         tls_ca=args.tls_ca,
+        at_once=seats + min(max(seats, _LEAST_WAITING), _MOST_WAITING) if seats else AT_ONCE,
     )
     records = asyncio.run(playing)
     time.sleep(_SETTLE_SECONDS if before else 0.0)

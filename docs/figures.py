@@ -357,11 +357,28 @@ def cases_and_rounds(record: Record) -> str:
     return f"{plans} plans, {profiles} profile{'s' * (profiles > 1)}{left_out}"
 
 
-def two_workers(record: Record) -> str:
-    keys = [(key, kind) for key in ("throughput", "latency") for kind in ("measured", "measured_at_profile_speed")]
-    return rows(
-        ("plan", "throughput, as measured", "at profiling speed", "latency, as measured", "at profiling speed"),
-        [(f"`{row['case']}`", *(signed(_replay_error(row, *key)) for key in keys)) for row in record["rows"]],
+def errors_of_runs(first: str, named: Callable[[Record], str]) -> Callable[[Record], str]:
+    """A table of replay over measured - 1, a row a plan."""
+
+    def text(record: Record) -> str:
+        keys = [(key, kind) for key in ("throughput", "latency") for kind in ("measured", "measured_at_profile_speed")]
+        return rows(
+            (
+                first,
+                *("throughput, as measured", "at profiling speed"),
+                *("latency, as measured", "at profiling speed"),
+            ),
+            [(named(row), *(signed(_replay_error(row, *key)) for key in keys)) for row in record["rows"]],
+        )
+
+    return text
+
+
+def gains_of_two(record: Record) -> str:
+    """Throughput of two engines over one's: planned and measured, of each model."""
+    return ", ".join(
+        f"{times(gain['replay'])} planned and {times(gain['measured'])} measured with {model}"
+        for model, gain in record["two over one"].items()
     )
 
 
@@ -946,7 +963,11 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "planner-risk-corrected": {"left-out": risk_corrected, "deployments": risk_by_deployment},
     "fidelity-demo": {**_ONE_DEVICE, "rra": today_measured},
     "fidelity-demo-unseen": _ONE_DEVICE,
-    "fidelity-workers-demo": {"errors": two_workers, "waa": waa_measured},
+    "fidelity-workers-demo": {"errors": errors_of_runs("plan", lambda row: f"`{row['case']}`"), "waa": waa_measured},
+    "fidelity-replicas": {
+        "errors": errors_of_runs("model, engines", lambda row: f"{row['model']}, {row['engines']}"),
+        "gains": gains_of_two,
+    },
     "traces-demo": {"ratios": trace_ratios, "bounds": trace_bounds},
     "paper": {
         **{f"{part}-gains": if_made(part, paper_gains(part)) for part in ("fig6", "fig8")},

@@ -26,6 +26,9 @@ class Knob:
     falls: float = 0.0
     """How far, relative, throughput and latency may yet fall on the way up, as far as is known: of falls that are not
     declared the search finds only those that it meets."""
+    first: int = 0
+    """Position of the value from which both rise. Below it latency may rise again on the way down, so that a search
+    looks there only for schedules that keep limits which this one breaks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,8 @@ class Grid:
         """Throughput below which no point is of interest."""
         self.knobs, self.evaluate, self.limits = tuple(knobs), evaluate, limits
         self.shape = tuple(len(knob.values) for knob in knobs)
-        self.bottom: Index = (0,) * len(self.shape)
+        self.bottom: Index = tuple(knob.first for knob in self.knobs)
+        """The point of least throughput and load, but for what lies below the first values of knobs (`lower`)."""
         self.top: Index = tuple(n - 1 for n in self.shape)
         self.falls = max((knob.falls for knob in self.knobs), default=0.0)
         """How far throughput and load may fall while a knob rises, as declared."""
@@ -85,6 +86,25 @@ class Grid:
         if not self.limits.broken(outcome) and (self.best is None or rank < self.best):
             self.best = rank
         return outcome
+
+    def lower(self) -> bool:
+        """Moves a bottom that breaks a limit towards values below the first ones, by halves, while the load falls and
+        may yet come within the limits; whether it has moved.
+
+        On the way down the load is convex: it does not come below the line through the last two points.
+        """
+        start = self.bottom
+        for number, knob in enumerate(self.knobs):
+            while knob.first and self.bottom[number] and not self.fits(self.bottom):
+                here, half = self.bottom, self.bottom[number] // 2
+                below = (*here[:number], half, *here[number + 1 :])
+                load, less = self.limits.load(self(here)), self.limits.load(self(below))
+                if less >= load:
+                    break
+                self.bottom = below
+                if less - (load - less) * half / (here[number] - half) > 1:
+                    break
+        return self.bottom != start
 
     def __contains__(self, index: Index) -> bool:
         return all(0 <= i < n for i, n in zip(index, self.shape, strict=True))

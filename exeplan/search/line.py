@@ -17,8 +17,10 @@ def reach(grid: Grid, start: Index, *, at_least: float, slack: float) -> float:
     That may be missed by the slack, relative; a line that misses it is not searched to the end. The first trial is
     `start`, the next the top where that has too little, each other one is where the limits are expected to break.
     """
-    here, most, ceiling = start[0], 0.0, math.inf
-    interval = Interval(-1, -1.0, grid.shape[0], math.inf)  # Outside the line: nothing is in use, all limits break.
+    if start[0] < grid.bottom[0]:  # Limits so tight that the best is below the first values.
+        grid.lower()
+    here, most, ceiling, below = max(start[0], grid.bottom[0]), 0.0, math.inf, grid.bottom[0] - 1
+    interval = Interval(below, -1.0, grid.shape[0], math.inf)  # Outside the line: nothing is in use, all limits break.
     while True:
         outcome, excess = grid((here, *start[1:])), grid.excess((here, *start[1:]))
         interval.tell(here, excess)

@@ -92,6 +92,7 @@ def search_grid(
         raise InputError(f"no search method '{method}'; there are {', '.join(METHODS)}")
     start = time.perf_counter()
     grid(grid.bottom)
+    grid.lower()
     gap: float | None = None
     dips: Slack | None = None
     if method == "exhaustive":

@@ -12,8 +12,8 @@ from exeplan.search.grid import Grid, Limits, Outcome
 from exeplan.search.line import reach
 
 
-def line(throughput: list[float], latency: list[float], *, bound: float) -> Grid:
-    knob = Knob("k", tuple(range(len(throughput))))
+def line(throughput: list[float], latency: list[float], *, bound: float, first: int = 0) -> Grid:
+    knob = Knob("k", tuple(range(len(throughput))), first=first)
     return Grid((knob,), lambda at: Outcome(throughput[at["k"]], latency[at["k"]], 0.0), Limits(bound, 1.0))
 
 
@@ -71,3 +71,25 @@ def test_smooth_lines_take_far_fewer_trials_than_halving() -> None:
                 assert most == (float(fitting[-1]) if fitting else 0.0)
                 trials, halvings = trials + len(grid.tried), halvings + math.log2(size)
     assert trials < halvings / 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 60), st.floats(0.1, 300), st.floats(0.0, 60), st.floats(0.0, 1.5))
+def test_below_the_first_value_limits_are_looked_for_by_halves(
+    first: int, wait: float, slope: float, part: float
+) -> None:
+    """Latency is a line and a wait that falls with the value: convex, with its least below the first value or above."""
+    rows = np.arange(1, 100)
+    latency = 100 + slope * rows + wait / rows
+    grid = line(rows.tolist(), latency.tolist(), bound=part * float(latency[first]), first=first)
+    assert grid.bottom == (first,)
+    moved = grid.lower()
+    assert moved is (grid.bottom < (first,))
+    if part >= 1:
+        assert not moved
+    if moved:
+        assert latency[grid.bottom[0]] < latency[first]
+    halves = [first >> n for n in range(first.bit_length() + 1)]
+    falling = [n for n, value in enumerate(halves) if n and (np.diff(latency[halves[: n + 1]]) < 0).all()]
+    if any(grid.limits.bound >= latency[halves[n]] for n in falling):
+        assert grid.fits(grid.bottom)

@@ -450,11 +450,19 @@ def _promises(grids: Sequence[Grid], at_least: float) -> dict[int, float]:
     for number, grid in enumerate(grids):
         most, where = _lead(grids, at_least)
         promise = reach(grid, where, at_least=most, slack=_SLACK)
+        if not promise and _breaks_at_bottom(grid, most) and grid.lower():
+            promise = reach(grid, grid.bottom, at_least=most, slack=_SLACK)
         # With a single knob that rises the estimate is complete, where there is a throughput to beat.
         complete = one_knob and most and grid.falls <= _SLACK
         if promise or (not complete and grid.fits(grid.bottom, max(_SLACK, grid.falls))):
             promises[number] = promise
     return promises
+
+
+def _breaks_at_bottom(grid: Grid, most: float) -> bool:
+    """Whether the bottom was tried, breaks a limit, and is good enough that points below it may be, too."""
+    tried = grid.tried.get(grid.bottom)
+    return tried is not None and tried.throughput >= most and not grid.fits(grid.bottom)
 
 
 def _may_win(grid: Grid, promise: float, most: float) -> bool:

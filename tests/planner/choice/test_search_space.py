@@ -89,6 +89,26 @@ def test_branch_and_bound_finds_the_exhaustive_optimum(policy: str, bound: float
     assert found[0].best.outcome.throughput >= (1 - 1e-9) * everything[0].best.outcome.throughput
 
 
+@pytest.mark.parametrize("share", [0.98, 0.93, 0.89, 0.86])
+@pytest.mark.parametrize("policy", ["waa-c", "waa-m"])
+def test_waa_keeps_tight_bounds_with_fewer_rows_than_finish_a_request_an_iteration(
+    policy: str, share: float, opt: Profile
+) -> None:
+    lengths = load_workload("normal:in=40,10,80;out=60,25,120")
+    problem = make_problem(opt, lengths, Bound(seconds=math.inf), cluster=A40.part(2), max_seqs=80)
+    corner = load_policy(policy).schedule({"decode_batch": 60}, lengths)
+    bound = share * min(v.problem.evaluate(corner).latency for v in variants(problem, load_policy(policy)))
+    found, everything = (
+        search_variants(problem, policy, method=method, bound=bound) for method in ("branch-and-bound", "exhaustive")
+    )
+    assert found is not None
+    assert everything is not None
+    assert (everything[0].best is None) is (share < 0.88)
+    assert found[0].best == everything[0].best
+    if everything[0].best:
+        assert everything[0].best.point["decode_batch"] < 60
+
+
 @pytest.mark.parametrize(
     ("lengths", "bound"), [("normal:in=424,75,1000;out=15,7,45", 1.72), ("normal:in=312,175,1000;out=6,3,18", math.inf)]
 )

@@ -11,7 +11,6 @@ import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -131,8 +130,7 @@ class Service:
         Raises InputError where the model cannot be loaded, EngineError where the engine failed.
         """
         gc.freeze()  # Modules and what they hold: walking through all of it, a collection takes a quarter of a second.
-        # The first figure with an interval needs it; importing it then would hold the event loop up for a second.
-        await asyncio.gather(self.engine.until_ready(), asyncio.to_thread(import_module, "scipy.special"))
+        await self.engine.until_ready()
         gc.collect()
         gc.freeze()
         self.observed.begin()

@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from exeplan.core.bounds import Bound
-from exeplan.core.runs.estimators import Gaps, ProductLimit, Window, mean_of, product, total_of_blocks
+from exeplan.core.runs.estimators import Gaps, ProductLimit, Window, figure, mean_of, product, total_of_blocks
 from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import Estimate, Figure, Schedule
 from exeplan.policies import load_policy
@@ -166,6 +167,15 @@ def test_what_was_cut_off_after_the_last_end_counts_as_it_went_on() -> None:
     assert law.cut == pytest.approx(0.5)
     assert law.weights == pytest.approx([0.25] * 4)
     assert law.quantile(np.array([5.0, 7.0, 6.0, 8.0]), 0.75, TEN, together=False).value == 7.0
+
+
+@pytest.mark.parametrize(("blocks", "most"), [*((n, math.inf) for n in range(4, 13)), (12, 1.0), (12, 2.3), (12, 6.7)])
+def test_half_an_interval_is_by_students_law(blocks: int, most: float) -> None:
+    """Blocks that alternate are not alike, and each deviates by one."""
+    influences = (np.tile([1.0, -1.0], 6) + np.arange(12) % 2)[:blocks]
+    found = figure(5.0, influences, num_observations=blocks, of="requests", most_freedom=most)
+    deviation = float(np.std(influences, ddof=1)) * math.sqrt(blocks)
+    assert found.high == pytest.approx(5 + stdtrit(max(min(blocks - 1, most), 2.0), 0.95) * deviation, rel=2e-5)
 
 
 def test_a_share_has_an_interval_also_where_all_requests_are_in_it() -> None:

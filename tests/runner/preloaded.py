@@ -33,7 +33,6 @@ _OF_SERVERS = (
     "exeplan.commands.serve",
     "exeplan.planner.load_problem",
     "exeplan.runner.server.server",
-    "scipy.special",
     "tokenizers",
     "uvicorn",
 )

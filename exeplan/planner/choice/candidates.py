@@ -203,7 +203,6 @@ def candidates(
     with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(problem, parts, known, told)) as pool:
         order = _largest_first(problem, policies)
         futures = [pool.submit(_shared_candidates, alike, method) for alike in order]
-        import_module("scipy.special")  # The replays need it: it is loaded while this process has nothing to do.
         _follow(futures, told, progress)
         done = [future.result() for future in futures]
     for alike, (_, new, evaluated) in zip(order, done, strict=True):

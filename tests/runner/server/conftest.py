@@ -49,7 +49,7 @@ if folder := os.environ.get("PLACER_FOR_TESTS"):  # Front ends without Ray, on t
     sys.path.append(folder)
     placer_process.PLACER, server.RaySetup = "local_placer", lambda **_: None
 plan = read_plan(Path(sys.argv[1]))
-loaded = lambda: " ".join(f"{name}={name in sys.modules}" for name in ("torch", "scipy.special"))
+loaded = lambda: " ".join(f"{name}={name in sys.modules}" for name in ("torch", "scipy"))
 announce = lambda url: print(f"ready {url} {loaded()} frozen={gc.get_freeze_count() > 0}", flush=True)
 try:
     given = json.loads(sys.argv[2])

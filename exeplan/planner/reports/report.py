@@ -142,6 +142,7 @@ def remarks(optimum: Optimum, problem: Problem) -> list[str]:
     return [
         *([] if problem.profile.complete else [unfinished]),
         *_workspace_of(problem.profile),
+        *_older_engine(problem.profile),
         *_speed_of(problem.profile, optimum.plan.schedule),
         *([problem.profile.correction.said] if problem.profile.correction else []),
         *(f"beyond the profile: {sentence}" for sentence in optimum.beyond),
@@ -156,6 +157,16 @@ def _workspace_of(profile: Profile) -> list[str]:
     return [
         f"the profile has no runtime_bytes: {show_bytes(profile.workspace_bytes)} of workspace are assumed for all "
         "passes and placements, and the engine may find another KV cache; make it again with `exeplan profile`"
+    ]
+
+
+def _older_engine(profile: Profile) -> list[str]:
+    """That the profile was measured of an engine that computed more for a prompt than today's does."""
+    if profile.source != "measured" or profile.last_layer_saving or profile.model.is_encoder_decoder:
+        return []
+    return [
+        "the profile has no last_layer_saving: it was made of an older engine, whose last layer computed every token "
+        "of a prompt, so that prompts are predicted too slow; make it again with `exeplan profile`"
     ]
 
 

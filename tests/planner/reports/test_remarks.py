@@ -46,3 +46,17 @@ def test_a_profile_of_one_burst_is_not_called_sure(
     asked = ["--workload", "fixed:in=64;out=8", "--latency-bound", "60s", "--policy", "orca", "--max-num-seqs", "4"]
     assert main(["optimize", "--profile", str(folder / "watched.json"), *asked, "-o", str(folder / "plan.yaml")]) == 0
     assert f"{said}; " in capsys.readouterr().out.replace(" (one standard error)", "")
+
+
+@pytest.mark.parametrize(
+    ("source", "saving", "said"),
+    [("measured", 0.0, True), ("measured", 0.8, False), ("measured with vllm", 0.0, False)],
+)
+def test_a_profile_of_an_older_engine_is_told(
+    folder: Path, source: str, saving: float, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = json.loads((folder / "new.json").read_text())
+    (folder / "made.json").write_text(json.dumps({**body, "source": source, "last_layer_saving": saving}))
+    asked = ["--workload", "fixed:in=64;out=8", "--latency-bound", "60s", "--policy", "orca", "--max-num-seqs", "4"]
+    assert main(["optimize", "--profile", str(folder / "made.json"), *asked, "-o", str(folder / "plan.yaml")]) == 0
+    assert ("the profile has no last_layer_saving" in capsys.readouterr().out) is said

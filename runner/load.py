@@ -27,6 +27,7 @@ from exeplan.core.runs.metrics import RequestRecord
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
+from exeplan.progress import note
 from exeplan.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ AT_ONCE = 2048
 _SPARE_FILES = 64
 AFTER_CUT = 1.0
 """Seconds after the end of a run that was cut at which its records have the tokens that were not seen."""
-_EXPIRED = 408
-"""The status of a request that had not begun by its deadline."""
+_EXPIRED, _FULL = 408, 429
+"""The status of a request that had not begun by its deadline, and of one for which there is no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,8 +314,8 @@ async def play_url(
 ) -> list[RequestRecord]:
     """Runs the load on an OpenAI-compatible server; raises InputError when it does not answer as one.
 
-    At most `at_once` requests, or the load's concurrency, are there at a time, fewer where no more files may be open:
-    the others have arrived, and wait here.
+    At most `at_once` requests, or the load's concurrency, are there at a time, fewer where no more files may be open or
+    the server refuses more of a backlog (429), which is noted: the others wait here until there is room.
 
     Without streaming, tokens are spread evenly between the first and the last one of the server's `timing`. A prefill
     starts at the first token minus the prefill time in the `timing` of exeplan's server; for other servers it starts at
@@ -322,25 +323,55 @@ async def play_url(
     """
     import aiohttp
 
-    gate = asyncio.Semaphore(load.concurrency or len(load.input_tokens))
-    began = time.perf_counter()
-    limit = _connections(max(at_once, load.concurrency or 0))
-    connector = aiohttp.TCPConnector(limit=limit, force_close=True, ssl=trusting(tls_ca))
+    at_once = load.concurrency or (_connections(at_once) if load.backlog else len(load.input_tokens))
+    gate, began = _Gate(at_once), time.perf_counter()
+    connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=trusting(tls_ca))
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=authorization(api_key)) as client:
 
         async def one(index: int) -> RequestRecord:
             if load.arrivals is not None:
                 await asyncio.sleep(max(0.0, float(load.arrivals[index]) - (time.perf_counter() - began)))
-            async with gate:
-                body = {**_completion(load, index, model=model, vocab_size=vocab_size), "stream": stream}
-                play = _stream if stream else _whole
-                return await play(client, f"{url.rstrip('/')}/v1/completions", body, load, index, began)
+            body = {**_completion(load, index, model=model, vocab_size=vocab_size), "stream": stream}
+            play = _stream if stream else _whole
+            while True:
+                try:
+                    async with gate:
+                        return await play(client, f"{url.rstrip('/')}/v1/completions", body, load, index, began)
+                except _RefusedError as refusal:
+                    if not (load.backlog and gate.inside):  # Nothing of this load would make room.
+                        raise InputError(str(refusal)) from None
+                    gate.limit = gate.inside
 
         try:
-            return list(await asyncio.gather(*(one(index) for index in range(len(load.input_tokens)))))
+            records = list(await asyncio.gather(*(one(index) for index in range(len(load.input_tokens)))))
         except (aiohttp.ClientError, OSError) as error:
             raise InputError(f"{url} does not answer: {error or type(error).__name__}") from None
+    if gate.limit < at_once:
+        note([f"the server took {gate.limit} of these requests at a time and refused more; the others waited here"])
+    return records
+
+
+class _RefusedError(Exception):
+    """The server has no room for a request now."""
+
+
+class _Gate:
+    """Lets in as many as `limit`, which may fall meanwhile."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.inside = limit, 0
+        self._changed = asyncio.Condition()
+
+    async def __aenter__(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.inside < self.limit)
+            self.inside += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        async with self._changed:
+            self.inside -= 1
+            self._changed.notify()
 
 
 def _connections(wanted: int) -> int:
@@ -383,8 +414,7 @@ async def _whole(
         answer = await response.json(content_type=None)
         if response.status == _EXPIRED and load.deadlines is not None:
             return _record(load, index, request, expired=True)
-        if response.status != 200:
-            raise InputError(f"request {index} was answered {response.status}: {str(answer)[:200]}")
+        _check(response.status, str(answer), index)
     now, timing = time.perf_counter() - began, answer.get("timing")
     request.start, first = request.arrival, now
     if timing:
@@ -403,7 +433,7 @@ async def _stream(
         if response.status == _EXPIRED and load.deadlines is not None:
             return _record(load, index, request, expired=True)
         if response.status != 200:
-            raise InputError(f"request {index} was answered {response.status}: {(await response.text())[:200]}")
+            _check(response.status, await response.text(), index)
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
@@ -418,6 +448,13 @@ async def _stream(
     if prefill_seconds is not None and request.token_times:
         request.start = request.token_times[0] - prefill_seconds
     return _record(load, index, request)
+
+
+def _check(status: int, answer: str, index: int) -> None:
+    if status == 200:
+        return
+    sentence = f"request {index} was answered {status}: {answer[:200]}"
+    raise _RefusedError(sentence) if status == _FULL else InputError(sentence)
 
 
 def _record(load: Load, index: int, request: _InFlight, *, expired: bool = False) -> RequestRecord:

@@ -31,8 +31,6 @@ _CLIENT = ("aiohttp", "prometheus_client")
 _TIMES = """
 times at the client: ttft, from sending a request to its first token; tpot, from the first token to the last over the
 tokens after the first, a mean a request; itl, between two successive tokens of a request; latency, to the last token"""
-_LEAST_WAITING, _MOST_WAITING = 256, 512
-"""Requests of a backlog that wait at a server which runs a plan, as many as it has seats: its queue holds the most."""
 _SETTLE_SECONDS = 1.0
 """Until a server has counted its last requests."""
 
@@ -358,7 +356,7 @@ def _play_url(
         stream=not args.no_stream,
         api_key=args.api_key,
         tls_ca=args.tls_ca,
-        at_once=seats + min(max(seats, _LEAST_WAITING), _MOST_WAITING) if seats else AT_ONCE,
+        at_once=max(AT_ONCE, 2 * seats),
     )
     records = asyncio.run(playing)
     time.sleep(_SETTLE_SECONDS if before else 0.0)

@@ -1,16 +1,20 @@
 """A load is played as drawn: every request gets its tokens, in all three kinds of load and on both clocks."""
 
+import asyncio
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
-from exeplan.core.runs.metrics import summarize
+from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.runner.engine.engine import Engine
 from exeplan.runner.engine_process.build import build_engine, engine_setup
-from exeplan.runner.load import Load, draw_load, play_engine, served_model
+from exeplan.runner.load import Load, draw_load, play_engine, play_url, served_model
 from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Trace, Workload
 
@@ -94,3 +98,69 @@ def test_a_url_without_a_server_is_said_in_one_sentence(url: str, message: str) 
     with pytest.raises(InputError, match=message) as found:
         served_model(url)
     assert "<" not in str(found.value)
+
+
+class Server:
+    """Answers one request after the other; of more than `room` at a time it refuses those that come last."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.inside, self.most, self.refused = room, 0, 0, 0
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"(?i)content-length: (\d+)", head)
+            assert length
+            await reader.readexactly(int(length[1]))
+            status, body = await self._answer()
+            writer.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+            await writer.drain()
+        finally:
+            writer.close()
+
+    async def _answer(self) -> tuple[bytes, bytes]:
+        if self.inside == self.room:
+            self.refused += 1
+            return b"429 Too Many Requests", b'{"error": {"message": "full"}}'
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        async with self._turn:
+            await asyncio.sleep(0.002)
+        self.inside -= 1
+        return b"200 OK", b'{"choices": [{"text": "a"}]}'
+
+
+def play(room: int, load: Load, **options: int) -> tuple[list[RequestRecord], Server]:
+    async def run() -> tuple[list[RequestRecord], Server]:
+        server = Server(room)
+        async with await asyncio.start_server(server, "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            return await play_url(url, load, model="m", vocab_size=50, stream=False, **options), server
+
+    return asyncio.run(run())
+
+
+def load_of(num_requests: int, **fields: Any) -> Load:
+    few = np.full(num_requests, 2)
+    return Load(input_tokens=few, output_tokens=few, **fields)
+
+
+def test_a_backlog_is_sent_as_far_as_connections_are_allowed() -> None:
+    records, server = play(100, load_of(60), at_once=7)
+    assert (len(records), server.most, server.refused) == (60, 7, 0)
+
+
+def test_what_a_server_refuses_of_a_backlog_is_sent_when_there_is_room(capsys: pytest.CaptureFixture[str]) -> None:
+    records, server = play(5, load_of(60), at_once=40)
+    assert (len(records), server.most) == (60, 5)
+    assert 35 <= server.refused < 60  # Of those that were there at first; hardly one of the others.
+    assert re.match(r"note: the server took [45] of these requests at a time and refused more", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("room", "load"), [(0, load_of(4)), (2, load_of(30, arrivals=np.zeros(30)))], ids=["no room at all", "arrivals"]
+)
+def test_a_refusal_that_no_request_of_the_load_explains_is_told(room: int, load: Load) -> None:
+    with pytest.raises(InputError, match="was answered 429"):
+        play(room, load)

@@ -18,9 +18,10 @@ from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan, as_json, single_plans
 from exeplan.core.profile import ReferencePass, load_profile
 from exeplan.core.runs.machine_speed import why_none
-from exeplan.core.schedule import ROUTERS
+from exeplan.core.schedule import ROUTERS, num_devices
 from exeplan.drift.state import Rules
 from exeplan.errors import InputError
+from exeplan.forked import num_processes
 from exeplan.planner.load_problem import profile_for
 from exeplan.runner import logs
 from exeplan.runner.engine.chat_template import UNKNOWN_TOOL_FORMAT
@@ -64,6 +65,8 @@ def serve(
     tokenizer = Tokenizer.load(spec)
     if (template := tokenizer.chat_template) and template.takes_tools and not template.tool_format:
         log.warning("%s", UNKNOWN_TOOL_FORMAT)
+    if not options.ray and (sentence := _without_a_core(plan)):
+        log.warning("%s", sentence)
     passes = _reference_passes(plan, spec) if options.watch_speed else ()
     keys = ApiKeys(key=options.api_key, file=options.api_keys)
     host = options.host
@@ -158,6 +161,17 @@ def _engine(plan: Plan, setup: Callable[[Plan], EngineSetup], limits: Limits | N
     most = limits.most if limits else len(singles)
     setups = [_own(setup(singles[n if n < len(singles) else 0]), n) for n in range(most)]
     return ReplicaSet(setups, plan.router or ROUTERS[0], num_first=limits.least if limits else None)
+
+
+def _without_a_core(plan: Plan) -> str:
+    """That engines on CPUs leave no core of this machine to HTTP; '' where they do."""
+    threads = plan.num_threads * sum(num_devices(one.placement) for one in single_plans(plan))
+    if (plan.device or "cpu") != "cpu" or threads < num_processes():
+        return ""
+    return (
+        f"the engines compute with {threads} threads on the {num_processes()} cores of this machine: HTTP, and clients "
+        "here, take time from them that the plan does not count"
+    )
 
 
 def _own(setup: EngineSetup, number: int) -> EngineSetup:

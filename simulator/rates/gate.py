@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exeplan.arrays import Floats
+from exeplan.simulator.rates.poisson import poisson_quantiles
 
 _LEVELS = 200
 """Values of q up to B, and beyond it, at most."""
@@ -113,13 +114,11 @@ def _met(
 
     The waits are scaled to their mean, from which a few points of the numbers that come are a little off.
     """
-    from scipy.special import pdtrik  # Importing it takes as long as a small search.
-
     some = chance > _UNSEEN
     held, often = shut[some, :, None, None], chance[some, None, None, None]
     share = (np.arange(_MOMENTS)[:, None] + 0.5) / _MOMENTS
     mean = rate * held * share
-    come = np.ceil(pdtrik(_NUMBERS, np.maximum(mean, 1e-9)))
+    come = poisson_quantiles(_NUMBERS, mean)
     ahead = left[some, None, None, None] + np.maximum(mean + np.sqrt(variability) * (come - mean), 0.0)
     whole = np.floor(ahead / most)
     full, apart = float(shut[-1].mean()), float(shut[-1].std())

@@ -28,6 +28,7 @@ from exeplan.policies import load_policy
 from exeplan.policies.interface import Clock, Cycle
 from exeplan.simulator.closed_form import SteadyState
 from exeplan.simulator.rates.chained_passes import PROMPTS, Chained, chained
+from exeplan.simulator.rates.poisson import poisson_quantiles
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.length_law import Ints
 from exeplan.workload.workload import Workload
@@ -254,7 +255,7 @@ def _first(point: SteadyState, one: float, inputs: Floats, other: Floats, *, oth
             more = np.maximum(np.clip(more, -most, most), one * inputs / point.workload.mean_input - prompts)
     if others and _mixed(point):
         expected = point.throughput * point.admission_interval / _widening(point)
-        more = more + one * _widening(point) * (_number(other, expected) - expected)
+        more = more + one * _widening(point) * (poisson_quantiles(other, expected) - expected)
     return np.maximum(point.ttft + more, 0.01 * point.ttft)
 
 
@@ -263,15 +264,8 @@ def _pace(point: SteadyState, one: float, mean: Floats, later: Floats, met: Floa
     if not _mixed(point):
         return mean
     expected = point.throughput * mean * later / _widening(point)
-    more = one * _widening(point) * (_number(met, expected) - expected)
+    more = one * _widening(point) * (poisson_quantiles(met, expected) - expected)
     return np.maximum(mean + more / np.maximum(later, 1), 0.1 * mean)
-
-
-def _number(chance: Floats, expected: Floats | float) -> Floats:
-    """The quantiles of Poisson variables."""
-    from scipy.special import pdtrik  # Importing it takes as long as a small search.
-
-    return np.maximum(np.ceil(pdtrik(chance, np.maximum(expected, 1e-9))), 0.0)
 
 
 def _widening(point: SteadyState) -> float:

@@ -206,7 +206,9 @@ class _Decodes:
         counts = self.counts(residents)
         rows = np.maximum(residents, 1.0) / counts
         gap = self._at(rows, self.slowest)
-        return np.maximum(counts * gap, self._at(rows, self.through)), gap
+        # A number that groups do not divide leaves some a row more: the others wait for these.
+        largest = rows + (counts - 1) / (2 * counts)
+        return np.maximum(counts * gap, self._at(largest, self.through)), gap
 
     def counts(self, residents: Floats) -> Floats:
         """Groups that have rows."""

@@ -13,6 +13,10 @@ import aiohttp
 import openai
 import pytest
 
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Schedule, Stage
+from exeplan.runner.server import server as serving
+
 from ..processes import PATIENCE, eventually
 from .conftest import dropped, is_idle
 
@@ -214,3 +218,27 @@ def test_an_expired_request_is_answered_408_and_counted(server):
     assert (reply.status, reply.error["code"]) == (408, "deadline_exceeded")
     assert "had not begun by its deadline" in reply.error["message"]
     assert server.metric("request_success_total") == before + 1
+
+
+@pytest.mark.parametrize(
+    ("replicas", "threads", "device", "words"),
+    [
+        ((0,), 1, None, ""),
+        ((0, 1), 1, None, "2 threads on the 2 cores"),
+        ((0,), 2, "cpu", "2 threads"),
+        ((0, 1), 2, "cuda", ""),
+    ],
+)
+def test_engines_that_leave_http_no_core_are_told(replicas, threads, device, words, monkeypatch):
+    monkeypatch.setattr(serving, "num_processes", lambda: 2)
+    plan = Plan(
+        model="m",
+        schedule=Schedule("orca", {"max_num_seqs": 4}),
+        placement=(Stage(layers=(0, 1)),),
+        replicas=replicas,
+        num_threads=threads,
+        device=device,
+    )
+    found = serving._without_a_core(plan)
+    assert words in found
+    assert bool(words) is bool(found)

@@ -86,7 +86,7 @@ def by_hand(sharding: Sharding, count: int) -> Placement:
     )
 
 
-@pytest.mark.parametrize(("policy", "most"), [("chunked", 8000), ("orca", 8000), ("rra", 2000)])
+@pytest.mark.parametrize(("policy", "most"), [("chunked", 8000), ("rra", 2000)])
 def test_no_plan_by_hand_beats_the_search(policy: str, most: int) -> None:
     found = planned_with_layouts(policy, most)
     assert found.estimate is not None

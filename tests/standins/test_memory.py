@@ -52,7 +52,8 @@ SCHEDULES = {
     "256 rows": Schedule("chunked", {"max_num_seqs": 256, "max_num_batched_tokens": 2048}),
     "1024 rows": Schedule("chunked", {"max_num_seqs": 1024, "max_num_batched_tokens": 16_384}),
 }
-CASES = [*zip(MODELS, cycle(GPUS), strict=False), ("opt-13b", "a40-48gb"), ("llama-3.1-8b", "a40-48gb")]
+CASES = [*zip(MODELS[::2], cycle(GPUS), strict=False), ("opt-13b", "a40-48gb"), ("llama-3.1-8b", "a40-48gb")]
+"""The other models start in the next test, which runs no pass."""
 
 
 def of_depth(spec: ModelSpec, layers: int) -> ModelSpec:
@@ -136,14 +137,14 @@ def test_a_start_and_the_largest_pass_take_the_share_of_the_gpu_and_no_more(mode
     assert 0.97 * MEMORY_UTILIZATION < started.share <= MEMORY_UTILIZATION, started
 
 
-def on_gpus(number: int) -> list[tuple[str, str]]:
-    """Of a large model: each schedule, and the GPU that it meets there; the next model meets others."""
-    return [(rows, GPUS[(number + place) % len(GPUS)]) for place, rows in enumerate(SCHEDULES)]
+def on_a_gpu(number: int) -> tuple[str, str]:
+    """Of a large model: a schedule, and the GPU that it meets there; the next model meets others."""
+    return list(SCHEDULES)[number % len(SCHEDULES)], GPUS[number % len(GPUS)]
 
 
 @pytest.mark.parametrize(
     ("model", "rows", "gpu"),
-    [(model, *pair) for number, model in enumerate(LARGE) for pair in on_gpus(number)]
+    [(model, *on_a_gpu(number)) for number, model in enumerate(LARGE)]
     + [(model, "8 rows", GPUS[0]) for model in SMALL],
 )
 def test_a_plan_counts_on_the_tokens_that_the_engine_finds(model, rows, gpu):
@@ -154,8 +155,9 @@ def test_a_plan_counts_on_the_tokens_that_the_engine_finds(model, rows, gpu):
     assert planned_tokens(profile, size, schedule) == pytest.approx(found.kv_tokens, rel=0.03)
 
 
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-2-7b", "qwen3-30b-a3b"])
-@pytest.mark.parametrize("room", [0.3e9, 1e9, 4e9])
+@pytest.mark.parametrize(
+    ("model", "room"), [("llama-3.1-8b", 0.3e9), ("llama-2-7b", 4e9), ("qwen3-30b-a3b", 1e9), ("llama-3.1-8b", 4e9)]
+)
 @pytest.mark.parametrize("prompts", [2, 64])
 def test_a_plan_counts_on_the_passes_that_the_engine_finds_room_for(model, room, prompts):
     """Of a schedule that limits prompts and no tokens, with so many bytes left beside weights and runtime."""

@@ -104,7 +104,7 @@ class Served:
 
 
 CASES = [("llama", kind, "orca") for kind in WIDTHS] + [("llama", "pp2", policy) for policy in ("rra", "chunked")]
-CASES += [("llama", "tp2", "waa-c"), ("t5", "pp2", "orca"), ("t5", "tp2", "static")]
+CASES += [("llama", "tp2", "waa-c"), ("t5", "pp2", "static")]
 
 
 @pytest.mark.parametrize(("family", "kind", "policy"), CASES)

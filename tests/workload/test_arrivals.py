@@ -155,8 +155,7 @@ def test_a_rate_beyond_the_capacity_is_refused(profile: Profile) -> None:
         asked(profile, LAW, rate=1.01 * most).estimate(schedule)
 
 
-@pytest.mark.parametrize("policy", ["orca", "rra", "static"])
-@pytest.mark.parametrize("law", [LAW, SKEWED])
+@pytest.mark.parametrize(("policy", "law"), [("orca", LAW), ("orca", SKEWED), ("rra", SKEWED), ("static", LAW)])
 def test_a_plan_for_a_rate_keeps_its_bounds_in_the_replay_with_arrivals(
     policy: str, law: str, profile: Profile
 ) -> None:

@@ -121,8 +121,7 @@ def test_every_method_keeps_the_bound(method: str, profile: Profile) -> None:
 
 
 @pytest.mark.parametrize("policy", ONE_DEVICE)
-@pytest.mark.parametrize("about", ["p99-length", "p99-requests"])
-@pytest.mark.parametrize("bound", [0.042, 0.15])
+@pytest.mark.parametrize(("about", "bound"), [("p99-length", 0.042), ("p99-length", 0.15), ("p99-requests", 0.042)])
 def test_the_replay_of_a_plan_keeps_its_bound(policy: str, about: str, bound: float, profile: Profile) -> None:
     plan = best(asked(profile, SKEWED, bound, about=about), policy).plan
     assert plan.replay is not None

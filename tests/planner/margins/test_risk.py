@@ -162,7 +162,7 @@ def test_a_plan_at_a_risk_keeps_its_margin_below_every_bound(policy: str, profil
     assert 0 < parts["deployment"]["margin"]["p99-length"] < 1.1 * margin
 
 
-@pytest.mark.parametrize("bound", [0.1, 0.15, 0.3])
+@pytest.mark.parametrize("bound", [0.1, 0.3])
 def test_the_best_of_all_policies_is_no_worse_than_any_alone_at_a_risk(bound: float, profile: Profile) -> None:
     problem = make_problem(profile, load_workload(LAW), Bound(seconds=bound), max_seqs=32)
     names, risk = ("orca", "chunked", "rra", "static"), Risk(share=0.01)

@@ -78,6 +78,7 @@ class FrontEnds:
         """By front ends that are gone."""
 
     def start(self) -> None:
+        log.info("front ends are started on %d other nodes; the log says when each answers", self._placing.count)
         self._begin(self._place())
 
     async def close(self) -> None:

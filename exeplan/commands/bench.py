@@ -7,7 +7,7 @@ W` any OpenAI-compatible server. The load is a backlog (everything at once) unle
 
 import argparse
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,6 +142,10 @@ def _bench_plan(args: argparse.Namespace) -> int:
     even = None
     if counted and counted.num_reference_passes and load.backlog:
         even = summary(counted.at_profile_speed(records, num_engines=plan.num_replicas))
+    slowed = None
+    if profile and not load.backlog and (speed := _Speed.of(shared, counted)):
+        slower = _prediction(plan, speed.slowed(profile), spec, load)
+        slowed = speed, summary(slower.requests)
     gaps = _gaps(measured=records, replay=prediction.requests if prediction else None, plan=plan)
     _print(
         args,
@@ -154,8 +158,9 @@ def _bench_plan(args: argparse.Namespace) -> int:
         split=split,
         client=client,
         even=even,
+        slowed=slowed,
     )
-    if split is None and even is None and not args.json:
+    if split is None and even is None and slowed is None and not args.json:
         print(f"\nno figures at the speed of the profile: {_why_no_split(shared)}")
     return 0
 
@@ -187,6 +192,39 @@ class _Split:
             at_profile_speed=summary(run.at_profile_speed(one_thread=alone)) if run.speed else None,
             why_none="" if run.speed else _why_no_reference(plan),
             speed={"slowness": run.speed.mean, "others": run.speed.others} if run.speed else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Speed:
+    """Of the machine while the engine waited for arrivals, by reference passes."""
+
+    number: int
+    slowness: float
+    """How many times as long its passes took as while it was profiled, other processes on its cores included."""
+
+    @classmethod
+    def of(cls, run: "EngineRun | None", counted: "ServerRun | None") -> "_Speed | None":
+        """None where no reference pass tells it."""
+        if run and run.speed and run.speed.samples:
+            return cls(number=len(run.speed.samples), slowness=run.speed.mean * run.speed.others)
+        if counted and counted.num_reference_passes:
+            return cls(number=counted.num_reference_passes, slowness=counted.slowness)
+        return None
+
+    def slowed(self, profile: "Profile") -> "Profile":
+        """The profile of a machine of that speed."""
+        kept = profile.kept_rows_calibration
+        return replace(
+            profile,
+            calibration=self.slowness * profile.calibration,
+            kept_rows_calibration=None if kept is None else self.slowness * kept,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"by {self.number} reference passes the machine took {self.slowness:.2f} times as long as while it was "
+            "profiled, other processes on its cores included; the replay of passes that take so long:"
         )
 
 
@@ -237,12 +275,7 @@ def _why_no_reference(plan: "Plan") -> str:
 def _why_no_split(run: "EngineRun | None") -> str:
     if run is None:
         return "the engine is the server's, which runs reference passes with `exeplan serve --watch-speed`"
-    slowness = ""
-    if run.speed and run.speed.samples:
-        number, mean = len(run.speed.samples), run.speed.mean
-        slowness = f"; by {number} reference passes the machine took {mean:.2f} times as long as while it was profiled"
-        slowness += f", and other processes on its cores {run.speed.others:.2f} times that"
-    return f"the engine waits for arrivals, which are as late on any machine{slowness}"
+    return "the engine waits for arrivals, which are as late on any machine, and no reference pass told its speed"
 
 
 def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -> "Load":
@@ -413,8 +446,10 @@ def _print(
     split: "_Split | None" = None,
     client: _Client | None = None,
     even: "Estimate | None" = None,
+    slowed: "tuple[_Speed, Estimate] | None" = None,
 ) -> None:
-    """`even` is what was measured on a server, at the speed of the profile."""
+    """`even` is what was measured on a server, at the speed of the profile; `slowed` is the replay at the speed that
+    the machine had meanwhile, where requests arrive: their waits do not scale with it."""
     from exeplan.core.plan import as_json
     from exeplan.planner.reports.tables import evidence_rows, json_line, notes_on, predicted_and_measured
     from exeplan.units import show_seconds
@@ -425,9 +460,12 @@ def _print(
         estimates = {"replay": replayed, "measured": measured, **_other_clocks(split)}
         if even:
             estimates["measured_at_profile_speed"] = even
+        if slowed:
+            estimates["replay_at_measured_speed"] = slowed[1]
         shown = {name: e.to_dict() if e else None for name, e in estimates.items()}
         passes = asdict(split.passes) if split and split.passes else None
-        more = {"passes": passes, "speed": split.speed if split else None, "evidence": evidence_rows(**estimates)}
+        speed = asdict(slowed[0]) if slowed else split.speed if split else None
+        more = {"passes": passes, "speed": speed, "evidence": evidence_rows(**estimates)}
         seen = {"client": asdict(client)} if client else {}
         print(json_line({**body, **shown, **more, **seen, "longest_gap": gaps}))
         return
@@ -444,6 +482,8 @@ def _print(
     if even and client and client.server:
         print(f"\n{client.server.speed}; at the speed that the machine had while it was profiled:\n")
         print(predicted_and_measured(predicted=predicted, replay=replayed, measured=even))
+    if slowed:
+        print(f"\n{slowed[0]}\n\n{predicted_and_measured(predicted=None, replay=slowed[1], measured=measured)}")
     if split:
         _print_split(split, predicted=predicted, replayed=replayed, measured=measured)
 

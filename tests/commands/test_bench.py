@@ -1,0 +1,58 @@
+"""`exeplan bench` of requests that arrive at a rate: the replay at the speed that the machine had meanwhile."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from exeplan.cli import main
+from exeplan.core.profile import Profile, ReferencePass, save_profile
+
+PLAN = """
+model: demo
+profile: p.json
+workload: 'fixed:in=12;out=20'
+schedule: {policy: orca, max_num_seqs: 4}
+placement: [{devices: [0], layers: [0, 6]}]
+kv_cache_tokens: 1024
+"""
+WORDS = ["bench", "plan.yaml", "--weights", "dummy", "--rate", "10", "--requests", "25"]
+
+
+@pytest.fixture
+def watched(folder: Path, profile: Profile) -> Path:
+    """The working folder, whose profile says how long a decode of one row took: as fast as no machine is."""
+    decode = ReferencePass(kind="decode", num_seqs=1, num_tokens=16, num_layers=6, seconds=1e-4, error=0.01)
+    save_profile(replace(profile, reference_passes=(decode,)), folder / "p.json")
+    (folder / "plan.yaml").write_text(PLAN)
+    return folder
+
+
+def test_a_second_replay_has_passes_that_take_as_long_as_the_machine_did(
+    watched: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    slowness = body["speed"]["slowness"]
+    assert body["speed"]["number"] > 0
+    assert slowness > 2
+    slowed, planned = body["replay_at_measured_speed"], body["replay"]
+    assert slowed["tpot"] == pytest.approx(slowness * planned["tpot"], rel=0.3)  # More requests are there at a time.
+    assert slowed["tpot"] >= 0.99 * slowness * planned["tpot"]
+
+
+def test_it_stands_beside_what_was_measured(watched: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(WORDS) == 0
+    first, second = capsys.readouterr().out.split(" reference passes the machine took ")
+    assert "mean tpot" in first
+    assert "other processes on its cores included; the replay of passes that take so long:" in second
+    assert "mean tpot" in second
+
+
+def test_without_reference_passes_nothing_is_said_of_the_speed(
+    watched: Path, profile: Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_profile(profile, watched / "p.json")
+    assert main(WORDS) == 0
+    assert "and no reference pass told its speed" in capsys.readouterr().out

@@ -202,6 +202,14 @@ class EngineRun:
         """When the run ends where each interval takes these seconds, and reference passes take none."""
         return float(self.apart(seconds).sum())
 
+    @property
+    def reference_cost(self) -> float:
+        """Seconds of reference passes over those of the engine's steps."""
+        seconds = np.diff(self.wall)
+        ran = np.array([step is not None for step in self.steps])
+        spent = float((seconds - self.apart(seconds)).sum())
+        return spent / busy if (busy := float(self.apart(seconds)[ran].sum())) else 0.0
+
     def apart(self, seconds: Floats) -> Floats:
         """[intervals] These seconds without what reference passes took of them."""
         return (1 - self.reference_share) * seconds

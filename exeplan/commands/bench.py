@@ -201,13 +201,15 @@ class _Speed:
 
     number: int
     slowness: float
-    """How many times as long its passes took as while it was profiled, other processes on its cores included."""
+    """How many times as long its passes took as while it was profiled, other processes on its cores included, and the
+    reference passes of an engine in this process, for which its requests waited."""
 
     @classmethod
     def of(cls, run: "EngineRun | None", counted: "ServerRun | None") -> "_Speed | None":
         """None where no reference pass tells it."""
         if run and run.speed and run.speed.samples:
-            return cls(number=len(run.speed.samples), slowness=run.speed.mean * run.speed.others)
+            own = run.speed.mean * run.speed.others
+            return cls(number=len(run.speed.samples), slowness=own * (1 + run.reference_cost))
         if counted and counted.num_reference_passes:
             return cls(number=counted.num_reference_passes, slowness=counted.slowness)
         return None
@@ -224,7 +226,7 @@ class _Speed:
     def __str__(self) -> str:
         return (
             f"by {self.number} reference passes the machine took {self.slowness:.2f} times as long as while it was "
-            "profiled, other processes on its cores included; the replay of passes that take so long:"
+            "profiled, other processes on its cores and these passes included; the replay of passes that take so long:"
         )
 
 

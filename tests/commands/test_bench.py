@@ -38,15 +38,15 @@ def test_a_second_replay_has_passes_that_take_as_long_as_the_machine_did(
     assert body["speed"]["number"] > 0
     assert slowness > 2
     slowed, planned = body["replay_at_measured_speed"], body["replay"]
-    assert slowed["tpot"] == pytest.approx(slowness * planned["tpot"], rel=0.3)  # More requests are there at a time.
-    assert slowed["tpot"] >= 0.99 * slowness * planned["tpot"]
+    ratio = slowed["tpot"] / planned["tpot"]
+    assert 0.99 * slowness <= ratio <= 2 * slowness  # More requests are there at a time.
 
 
 def test_it_stands_beside_what_was_measured(watched: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(WORDS) == 0
     first, second = capsys.readouterr().out.split(" reference passes the machine took ")
     assert "mean tpot" in first
-    assert "other processes on its cores included; the replay of passes that take so long:" in second
+    assert "other processes on its cores and these passes included; the replay of passes that take so long:" in second
     assert "mean tpot" in second
 
 

@@ -374,6 +374,19 @@ def errors_of_runs(first: str, named: Callable[[Record], str]) -> Callable[[Reco
     return text
 
 
+def errors_at_rates(record: Record) -> str:
+    """Sizes of errors by load, their median and their worst: as predicted, and by a replay at the measured speed."""
+    names = {"ttft": "mean ttft", "tpot": "mean tpot", "latency": "latency"}
+    kinds = {"replay": "as predicted", "replay_at_measured_speed": "at the measured speed"}
+    body = []
+    for load in record["loads"]:
+        for kind, words in kinds.items():
+            errors = [row["errors"][kind] for row in record["rows"] if row["load"] == load]
+            sizes = [[abs(one[name]) for one in errors] for name in names]
+            body.append((f"{load:g}", words, *(f"{percent(median(each))}, {percent(max(each))}" for each in sizes)))
+    return rows(("share of the capacity", "replay", *(f"{name}: median, worst" for name in names.values())), body)
+
+
 def gains_of_two(record: Record) -> str:
     """Throughput of two engines over one's: planned and measured, of each model."""
     return ", ".join(
@@ -964,6 +977,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "fidelity-demo": {**_ONE_DEVICE, "rra": today_measured},
     "fidelity-demo-unseen": _ONE_DEVICE,
     "fidelity-workers-demo": {"errors": errors_of_runs("plan", lambda row: f"`{row['case']}`"), "waa": waa_measured},
+    "fidelity-rate-demo": {"errors": errors_at_rates, "plans": lambda record: str(len(record["rows"]))},
     "fidelity-replicas": {
         "errors": errors_of_runs("model, engines", lambda row: f"{row['model']}, {row['engines']}"),
         "gains": gains_of_two,

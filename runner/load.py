@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import resource
 import ssl
 import time
 from collections.abc import Sequence
@@ -384,6 +383,10 @@ class _Gate:
 
 def _connections(wanted: int) -> int:
     """As many as wanted, or as files may be open, after raising that limit as far as this process may."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Not on Windows, which has no such limit.
+        return wanted
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # Some systems allow no more than a limit of their own.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -321,8 +321,8 @@ async def play_url(
 ) -> list[RequestRecord]:
     """Runs the load on an OpenAI-compatible server; raises InputError when it does not answer as one.
 
-    At most `at_once` requests, or the load's concurrency, are there at a time, fewer where no more files may be open or
-    the server refuses more of a backlog (429), which is noted: the others wait here until there is room.
+    At most `at_once` requests of a backlog are there at a time, fewer where no more files may be open or the server
+    refuses more (429), which is noted: the others wait here until there is room. A concurrency is kept, or refused.
 
     Without streaming, tokens are spread evenly between the first and the last one of the server's `timing`. A prefill
     starts at the first token minus the prefill time in the `timing` of exeplan's server; for other servers it starts at
@@ -330,7 +330,11 @@ async def play_url(
     """
     import aiohttp
 
-    at_once = load.concurrency or (_connections(at_once) if load.backlog else len(load.input_tokens))
+    number, waits_here = len(load.input_tokens), load.backlog and not load.concurrency
+    at_once = min(at_once, number) if waits_here else load.concurrency or number
+    if waits_here and (few := _connections(at_once)) < at_once:
+        note([f"{few} of these requests are sent at a time, as no more files may be open here (ulimit -n)"])
+        at_once = few
     gate, began = _Gate(at_once), time.perf_counter()
     connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=trusting(tls_ca))
     timeout = aiohttp.ClientTimeout(total=None)
@@ -346,12 +350,12 @@ async def play_url(
                     async with gate:
                         return await play(client, f"{url.rstrip('/')}/v1/completions", body, load, index, began)
                 except _RefusedError as refusal:
-                    if not (load.backlog and gate.inside):  # Nothing of this load would make room.
+                    if not (waits_here and gate.inside):  # Nothing of this load would make room.
                         raise InputError(str(refusal)) from None
                     gate.limit = gate.inside
 
         try:
-            records = list(await asyncio.gather(*(one(index) for index in range(len(load.input_tokens)))))
+            records = list(await asyncio.gather(*(one(index) for index in range(number))))
         except (aiohttp.ClientError, OSError) as error:
             raise InputError(f"{url} does not answer: {error or type(error).__name__}") from None
     if gate.limit < at_once:

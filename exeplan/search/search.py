@@ -92,7 +92,6 @@ def search_grid(
         raise InputError(f"no search method '{method}'; there are {', '.join(METHODS)}")
     start = time.perf_counter()
     grid(grid.bottom)
-    grid.lower()
     gap: float | None = None
     dips: Slack | None = None
     if method == "exhaustive":
@@ -104,6 +103,7 @@ def search_grid(
 
         sample(grid, num_trials=budget or 200, seed=seed)
     else:
+        grid.lower()
         gap, dips = branch_and_bound(grid, tolerance, budget or 20_000, thorough=thorough)
     return _result(grid, gap, dips, time.perf_counter() - start)
 

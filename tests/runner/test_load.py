@@ -158,8 +158,21 @@ def test_what_a_server_refuses_of_a_backlog_is_sent_when_there_is_room(capsys: p
     assert re.match(r"note: the server took [45] of these requests at a time and refused more", capsys.readouterr().err)
 
 
+def test_where_few_files_may_be_open_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("exeplan.runner.load._connections", lambda wanted: min(wanted, 3))
+    records, server = play(100, load_of(20))
+    assert (len(records), server.most) == (20, 3)
+    assert "note: 3 of these requests are sent at a time, as no more files" in capsys.readouterr().err
+    play(100, load_of(2))
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("room", "load"), [(0, load_of(4)), (2, load_of(30, arrivals=np.zeros(30)))], ids=["no room at all", "arrivals"]
+    ("room", "load"),
+    [(0, load_of(4)), (2, load_of(30, arrivals=np.zeros(30))), (2, load_of(30, concurrency=9))],
+    ids=["no room at all", "arrivals", "concurrency"],
 )
 def test_a_refusal_that_no_request_of_the_load_explains_is_told(room: int, load: Load) -> None:
     with pytest.raises(InputError, match="was answered 429"):

@@ -117,20 +117,27 @@ def serving(
 
 @contextmanager
 def second_worker_ends() -> Iterator[Callable[[], None]]:
-    """From the call of what it yields on, the second of two workers is killed whenever there is one."""
+    """With the call of what it yields, and whenever there is one from then on, the second of two workers is killed."""
     begun, over = threading.Event(), threading.Event()
 
     def kill() -> None:
+        if len(workers := _workers()) == 2:
+            with suppress(ProcessLookupError):
+                os.kill(workers[1], signal.SIGKILL)
+
+    def kill_others() -> None:
         begun.wait()
         while not over.wait(0.001):
-            if len(workers := _workers()) == 2:
-                with suppress(ProcessLookupError):
-                    os.kill(workers[1], signal.SIGKILL)
+            kill()
 
-    thread = threading.Thread(target=kill)
+    def begin() -> None:
+        kill()  # Here, before the requests may have ended.
+        begun.set()
+
+    thread = threading.Thread(target=kill_others)
     thread.start()
     try:
-        yield begun.set
+        yield begin
     finally:
         over.set()
         begun.set()
@@ -154,9 +161,9 @@ def test_where_no_worker_can_be_started_on_a_device_of_the_host_the_others_go_on
         expected = await answers(engine)
         with second_worker_ends() as end:
             assert await answers(engine, end) == expected
+        await until(lambda: replanner.state.last)
         assert replanner.state.plan.placement == ALONE
         assert replanner.state.devices.num_replicas == 1
-        await until(lambda: replanner.state.last)
         assert replanner.state.last.source == "devices"
         assert await answers(engine) == expected
 

@@ -281,6 +281,7 @@ def _why_no_split(run: "EngineRun | None") -> str:
 
 
 def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -> "Load":
+    from exeplan.policies import sampled_evenly
     from exeplan.runner.load import draw_load, enough_requests
     from exeplan.units import seconds
 
@@ -298,6 +299,7 @@ def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -
         concurrency=args.concurrency,
         rate=args.rate,
         trace_arrivals=args.trace_arrivals,
+        stratified=plan is None or sampled_evenly(plan.schedule),
     )
 
 

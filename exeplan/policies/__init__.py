@@ -59,6 +59,11 @@ def engine_of(name: str) -> str:
     return str(getattr(load_policy(name), "ENGINE", ""))
 
 
+def sampled_evenly(schedule: Schedule) -> bool:
+    """Whether a few requests that cover the lengths evenly are served as many random ones are, as its policy says."""
+    return not getattr(load_policy(schedule.policy), "ALIKE_TOGETHER", False)
+
+
 def policy_reference(text: str) -> str:
     """How a schedule names the policy that a user names: a file by its absolute path, others as they are.
 

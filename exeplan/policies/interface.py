@@ -278,6 +278,9 @@ class Policy(Protocol):
     policy out, because others serve more at every bound."""
     ENGINE: str
     """The engine whose own order of work it is: `auto` tries it for that engine alone. A policy may leave this out."""
+    ALIKE_TOGETHER: bool
+    """Requests of like lengths go together. Of a sample that covers both lengths evenly its batches are more even than
+    chance makes them, so that its requests are drawn at random. A policy may leave this out."""
     SPLIT_BY: str
     """How many GPUs prefill where stages are separate: in proportion to `time`, or so that `memory` is even."""
 
@@ -344,8 +347,8 @@ class Policy(Protocol):
 
 def missing_members(module: ModuleType) -> tuple[str, ...]:
     """What a module lacks to be a policy. `SPLIT_BY` matters with separate stages only, some functions never."""
-    optional = {"ENGINE", "enlarged", "groups_used", "prefill_between_tokens", "repeats", "token_limits"} | (
-        set() if getattr(module, "SEPARATE_STAGES", False) else {"SPLIT_BY"}
+    optional = {"ALIKE_TOGETHER", "ENGINE", "enlarged", "groups_used", "prefill_between_tokens", "repeats"} | (
+        {"token_limits"} if getattr(module, "SEPARATE_STAGES", False) else {"token_limits", "SPLIT_BY"}
     )
     return tuple(name for name in _members() if name not in optional and not hasattr(module, name))
 

@@ -34,6 +34,7 @@ KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
 PADS_PROMPTS = True
 FOR_DEADLINES = True
+ALIKE_TOGETHER = True
 
 _LOOKAHEAD, _MOST_LOOKAHEAD = 8, 1024
 """Waiting requests that are considered: a multiple of the batch size, at most this number, at least one batch."""

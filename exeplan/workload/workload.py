@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _DENSE_CELLS, _CELLS_A_POINT = 1 << 22, 16
 """Up to this many cells, in all and a point, equal points are merged by counting, above it by sorting."""
 
+_BOUNDED = 0.99
+"""Quantile of the outputs from which on a sample has its share of the requests."""
+
 
 @dataclass(frozen=True, eq=False)
 class Trace:
@@ -164,7 +167,8 @@ class Workload:
         """Input and output tokens of `n` requests in random order; equal seeds give equal requests.
 
         Stratified: equidistant draws along a path that visits the points by bands of output and, inside a band, by
-        input, so that both marginals of the sample follow the law much closer than independent draws do.
+        input, so that both marginals of the sample follow the law much closer than independent draws do. Outputs of at
+        least the 99th-percentile length, which bounds are on, are a band of their own.
         """
         rng = np.random.default_rng(seed)
         if stratified:
@@ -178,6 +182,7 @@ class Workload:
 
     def _path(self, bands: int) -> Ints:
         band = ((np.cumsum(self.weights) - self.weights / 2) * bands).astype(np.int64)
+        band += self.outputs >= self.output_quantile(_BOUNDED)
         back_and_forth = np.where(band % 2, -self.inputs, self.inputs)
         return np.lexsort((self.outputs, back_and_forth, band))
 

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
+from exeplan.policies import sampled_evenly
 from exeplan.policies.shared.alike_at_rate import Cutting, batch_of_first
 from exeplan.policies.turbo import _cut
+from exeplan.runner.load import draw_load
 from exeplan.scheduling.scheduler import Scheduler
+from exeplan.workload.files import load_workload
 
 
 @given(
@@ -70,3 +73,22 @@ def test_queues_side_by_side_run_the_batch_that_each_would_run_alone(queues: lis
         end = int(ends[np.searchsorted(ends, place, side="right")])
         begin = max((int(e) for e in ends if e <= place), default=0)
         assert np.flatnonzero(row).tolist() == sorted(order[begin:end].tolist())
+
+
+def test_batches_of_like_prompts_have_as_few_long_outputs_or_as_many_as_chance_gives_them() -> None:
+    law, schedule = load_workload("alpaca"), Schedule("turbo", {"batch_size": 24})
+    long = law.output_quantile(0.9)
+
+    def variance(stratified: bool) -> float:
+        """Of the long outputs in batches of neighbours by their prompts."""
+        counts = []
+        for seed in range(40):
+            load = draw_load(law, 288, seed=seed, stratified=stratified)
+            alike = load.output_tokens[np.argsort(load.input_tokens, kind="stable")].reshape(-1, 24)
+            counts.append((alike >= long).sum(axis=1))
+        return float((counts - np.mean(counts, axis=0)).var())
+
+    by_chance = 24 * 0.1 * 0.9
+    assert variance(stratified=True) < 0.5 * by_chance
+    assert variance(stratified=sampled_evenly(schedule)) == pytest.approx(by_chance, rel=0.15)
+    assert sampled_evenly(Schedule("orca", {"max_num_seqs": 24}))

@@ -63,6 +63,14 @@ def test_the_cpu_clock_is_never_ahead_of_the_wall(engine: Engine) -> None:
     assert summarize(run.records, p99_output=10).latency is not None
 
 
+@pytest.mark.parametrize("stratified", [True, False])
+def test_a_few_requests_have_one_of_the_length_that_the_bound_is_on(stratified: bool) -> None:
+    law = load_workload("alpaca")
+    for seed in range(20):
+        load = draw_load(law, 60, seed=seed, stratified=stratified)
+        assert load.output_tokens.max() >= law.output_quantile(0.99)
+
+
 def test_poisson_arrivals_come_at_the_rate_asked_for() -> None:
     load = draw_load(load_workload("alpaca"), 4000, rate=20.0)
     assert load.arrivals is not None

@@ -181,6 +181,14 @@ def test_stratified_sample_beats_a_random_one() -> None:
     assert errors[True] < 0.2 * errors[False]
 
 
+@settings(max_examples=50, deadline=None)
+@given(workloads, st.integers(0, 5), st.integers(1, 600))
+def test_stratified_sample_has_its_share_of_the_99th_percentile_length(workload: Workload, seed: int, n: int) -> None:
+    p99 = workload.output_quantile(0.99)
+    expected = n * float(workload.weights[workload.outputs >= p99].sum())
+    assert abs(np.count_nonzero(workload.sample(n, seed)[1] >= p99) - expected) < 1 + 1e-6
+
+
 def test_samples_repeat_with_their_seed() -> None:
     workload = load_workload("T")
     first, again, other = (workload.sample(100, seed) for seed in (1, 1, 2))

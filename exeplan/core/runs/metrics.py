@@ -59,7 +59,8 @@ from exeplan.workload.length_law import Ints
 
 _SAME_START = 5e-3
 _LEAST_INSIDE = 0.2
-_FEWEST_TOKENS, _ROUNDING = 0.1, 1e-9
+_TOKENS_LATER, _ROUNDING = 0.5, 1e-9
+"""Share of the later times at which no more tokens are in the KV cache than when the window opens."""
 _FILLING_UP = 0.1
 """Share of the arrivals that find the engine emptier than it will be."""
 
@@ -270,10 +271,10 @@ class _Seen:
 
     @property
     def freedom(self) -> float:
-        """Independent parts of the window, about: its residents are others after a life of the longest."""
+        """Independent parts of the window, about, less one: its residents are others after a life of the longest."""
         closes = math.inf if self.whole else self.window.closes
         longest = (np.minimum(self.requests.last_tokens, closes) - self.begins).max(where=self.some, initial=1e-9)
-        return 2 * (self.window.closes - self.window.opens) / float(longest)
+        return 2 * (self.window.closes - self.window.opens) / float(longest) - 1
 
     def _paces(self, some: NDArray[np.bool_]) -> tuple[ProductLimit | None, Floats]:
         """Of those of the requests with at least two tokens: the law of their whole times, None of none, and the tpot
@@ -503,18 +504,17 @@ def window(records: Sequence[RequestRecord], backlog: bool, *, until: float = ma
 
 def _full(requests: Requests, starts: Floats) -> float:
     """The first of these times by which as many requests ran as do later, in the second half until the last of them,
-    and as many tokens were in the KV cache as there are nine times of ten; at most the beginning of that half.
+    and as many tokens were in the KV cache as there are half of the time; at most the beginning of that half.
 
-    A pass takes as long as its requests are old. To wait for the mean of the tokens would be to choose a moment at
-    which there are many of them, wherever batches differ."""
+    A pass takes as long as its requests are old: with fewer tokens `waa-*` seemed 0.2 % faster in runs of 16 s."""
     middle, closes = (starts[0] + starts[-1]) / 2, starts[-1]
     ends = (times[requests.answered] for times in (requests.starts, requests.last_tokens))
     begun, over = (np.clip(times, middle, closes).sum() for times in ends)
     later, (running, tokens) = starts >= middle, _held(requests, starts)
-    fewest = np.quantile(tokens[later], _FEWEST_TOKENS)
+    enough_tokens = np.quantile(tokens[later], _TOKENS_LATER)
     busy = (over - begun) * (1 - _ROUNDING)
     enough = np.maximum.accumulate(running) * (closes - middle) >= busy
-    enough &= np.maximum.accumulate(tokens) >= fewest
+    enough &= np.maximum.accumulate(tokens) >= enough_tokens
     return float(min(starts[np.argmax(enough)], middle)) if enough.any() else float(middle)
 
 

@@ -9,13 +9,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from exeplan.core.bounds import utilizations
 from exeplan.core.cluster import Cluster
 from exeplan.core.plan import Plan
+from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.answers import Optimum
+from exeplan.planner.choice.infeasible import too_tight
 from exeplan.planner.choice.search_space import variants
 from exeplan.planner.problems.headroom import most_rate
 from exeplan.planner.problems.problem import Problem
+from exeplan.planner.problems.replays import replay_estimate
 from exeplan.planner.reports.explain import larger
 from exeplan.planner.reports.placement_text import show_copies
 from exeplan.planner.reports.tables import table
@@ -33,6 +37,9 @@ _TENTH_MORE, _HALF_MORE = 1.1, 1.5
 
 _UNLIKELY = 0.9
 """Below this share of the GPUs that a rate needs in proportion no part of several nodes is tried."""
+
+_SEED = 0
+"""Of the replays of a search."""
 
 _VERIFIED = 2
 """Sizes whose closed form keeps a bound that are optimized for, before the one of the lowest latency."""
@@ -117,14 +124,22 @@ def _most(plan: Plan) -> float:
 
 
 def with_more_gpus(
-    error: Infeasible, problem: Problem, whole: Cluster, solve: Solve, policies: Sequence[str], told: Told = SILENT
+    error: Infeasible,
+    problem: Problem,
+    whole: Cluster,
+    solve: Solve,
+    policies: Sequence[str],
+    told: Told = SILENT,
+    *,
+    margins: bool,
 ) -> Infeasible:
-    """The refusal of a problem, completed by the fewest GPUs with a plan, or by what more GPUs would achieve."""
+    """The refusal of a problem, completed by the fewest GPUs with a plan, or by what more GPUs would achieve; with
+    `margins` what `solve` finds keeps these, too."""
     assert problem.cluster is not None
     own = problem.cluster.num_gpus
     clusters = _beyond(whole, own)
     if error.wider and not problem.required:
-        return _completed(error, _lower_latency(problem, whole, clusters, solve, policies, told))
+        return _completed(error, _lower_latency(problem, whole, clusters, solve, policies, told, margins=margins))
     guess = 0
     if error.reached:
         needed = own * problem.required / error.reached
@@ -186,18 +201,28 @@ def _beyond(whole: Cluster, num_gpus: int) -> list[Cluster]:
 
 
 def _lower_latency(
-    problem: Problem, whole: Cluster, clusters: Sequence[Cluster], solve: Solve, policies: Sequence[str], told: Told
+    problem: Problem,
+    whole: Cluster,
+    clusters: Sequence[Cluster],
+    solve: Solve,
+    policies: Sequence[str],
+    told: Told,
+    *,
+    margins: bool,
 ) -> str:
     """What more GPUs do for the lowest latency: replicas do not lower it, a larger pipeline may."""
-    floors = []
+    lowest = []
     tried = [one for one in clusters if one in (clusters[0], clusters[-1]) or _is_power_of_two(one.num_nodes)]
     for number, cluster in enumerate(tried):
         told(f"lowest latency on {cluster.num_gpus} GPUs", number / (2 * len(tried)))
-        floors.append(lowest_latency(problem, cluster, policies))
+        lowest.append(_lowest(problem, cluster, policies))
+    floors = [_seconds(one) for one in lowest]
     assert problem.cluster is not None
     if min(floors) >= _LOWER * lowest_latency(problem, problem.cluster, policies):
         return f"more GPUs, up to {clusters[-1].num_gpus}, do not lower it"
     least = next(i for i, floor in enumerate(floors) if _LOWER * floor <= min(floors))
+    if min(floors) > problem.limit and not margins and (refusal := _replayed(problem, lowest[least])):
+        return f"with {tried[least].num_gpus} GPUs {refusal}"
     enough = [i for i, floor in enumerate(floors[:least]) if floor <= problem.limit][:_VERIFIED]
     for number, index in enumerate([*enough, least]):
         size = tried[index]
@@ -212,25 +237,56 @@ def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Lowest:
+    """The lowest-latency schedule on some GPUs, on its placement, and the seconds of what the bounds are on."""
+
+    seconds: float
+    placed: Problem
+    schedule: Schedule
+
+
 def lowest_latency(problem: Problem, cluster: Cluster, policies: Sequence[str]) -> float:
     """Seconds of what the bounds are on for the lowest-latency schedule on all these GPUs as one pipeline.
 
     By a policy whose stages are not separate where there is one: one request alone takes the same time with each.
     Infinite where the model does not fit.
     """
+    return _seconds(_lowest(problem, cluster, policies))
+
+
+def _seconds(lowest: _Lowest | None) -> float:
+    return lowest.seconds if lowest else math.inf
+
+
+def _lowest(problem: Problem, cluster: Cluster, policies: Sequence[str]) -> _Lowest | None:
+    """As `lowest_latency`; None where the model does not fit."""
     names = [name for name in policies if not load_policy(name).SEPARATE_STAGES][:1] or list(policies)
     try:
         there = replace(problem, cluster=cluster, max_seqs=cluster.num_gpus * problem.max_seqs).part(cluster.num_gpus)
     except Infeasible:
-        return math.inf
-    found = [math.inf]
+        return None
+    found: _Lowest | None = None
     for policy in map(load_policy, names):
         corner = {knob.name: knob.values[0] for knob in policy.knobs(problem.workload, 1)}
         for variant in variants(there, policy):
-            point = {**corner, **variant.enumerated}
-            outcome = variant.problem.evaluate(policy.schedule(point, problem.workload))
-            found += [outcome.latency] if outcome.memory <= 1 else []
-    return min(found)
+            schedule = policy.schedule({**corner, **variant.enumerated}, problem.workload)
+            outcome = variant.problem.evaluate(schedule)
+            if outcome.memory <= 1 and outcome.latency < _seconds(found):
+                found = _Lowest(outcome.latency, variant.problem, replace(schedule, order=problem.order))
+    return found
+
+
+def _replayed(problem: Problem, lowest: _Lowest | None) -> str:
+    """The tightest possible bound by a replay; empty where it keeps the bounds."""
+    assert lowest is not None
+    _, replay = replay_estimate(lowest.placed, lowest.schedule, seed=_SEED, record_passes=False)
+    both = (replay, lowest.placed.estimate(lowest.schedule))
+    shares = [max(pair) for pair in zip(*(utilizations(problem.bounds, one) for one in both), strict=True)]
+    if max(shares) <= 1:
+        return ""
+    bound = problem.bounds[shares.index(max(shares))]
+    return too_tight(lowest.placed, lowest.schedule, bound, max(shares) * bound.seconds).nearest
 
 
 def sizes_table(tried: tuple[Tried, ...]) -> str:

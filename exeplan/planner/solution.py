@@ -146,7 +146,9 @@ def solve(request: PlanRequest, *, told: Told = SILENT) -> Solution:
         # Of what is only advised a first replay decides.
         effort = Effort(largest=largest if error.reached else None, close_ones=False, one_replica=True, report=False)
         solve_again = partial(best, effort=effort)
-        raise with_more_gpus(error, problem, request.whole, solve_again, policies, more) from None
+        raise with_more_gpus(
+            error, problem, request.whole, solve_again, policies, more, margins=request.risk is not None
+        ) from None
     return Solution(request=request, problem=request.problem(request.cluster), optimum=optimum, known=known)
 
 

@@ -193,13 +193,21 @@ def unreplayed(pipelines: Pipelines) -> list[Key]:
 
 def tell(pipelines: Pipelines, keys: Sequence[Key]) -> None:
     """Replays pipelines for what is told of their policies."""
-    told = []
-    for key in keys:
-        found = pipelines.found[key]
-        assert found.schedule is not None
-        assert found.placement is not None
-        told.append((placed_at(pipelines.parts[key[0]], found.placement), found.schedule, pipelines.count(key[0])))
-    pipelines.replays.tell(told)
+    pipelines.replays.tell([_replicas(pipelines, key) for key in keys])
+
+
+def begin_replays(pipelines: Pipelines, first: Key) -> None:
+    """Where requests arrive: the first replay, and at the same time those for what is told of the other policies."""
+    if others := [_replicas(pipelines, key) for key in unreplayed(pipelines) if key != first]:
+        pipelines.replays.begin(_replicas(pipelines, first), others)
+
+
+def _replicas(pipelines: Pipelines, key: Key) -> tuple[Problem, Schedule, int]:
+    """The problem of one replica of a pipeline that has a schedule, that, and their number."""
+    found = pipelines.found[key]
+    assert found.schedule is not None
+    assert found.placement is not None
+    return placed_at(pipelines.parts[key[0]], found.placement), found.schedule, pipelines.count(key[0])
 
 
 def _refused(

@@ -22,7 +22,7 @@ from exeplan.core.bounds import values_of
 from exeplan.core.cluster import Cluster
 from exeplan.core.plan import as_json as plan_json
 from exeplan.core.plan import schedule_json
-from exeplan.planner.choice.answers import Optimum, last_resort, refuse_rate, solved, tell, unreplayed
+from exeplan.planner.choice.answers import Optimum, begin_replays, last_resort, refuse_rate, solved, tell, unreplayed
 from exeplan.planner.choice.candidates import Candidate, Known, candidate, capacity, sustained
 from exeplan.planner.choice.most_headroom import most_headroom
 from exeplan.planner.choice.pipelines import Effort, Pipelines
@@ -66,6 +66,8 @@ def optimize(
             f"replay {number} ({next_one[1]}, {next_one[0]} GPU{'s' if next_one[0] != 1 else ''})",
             1 - (1 - _SEARCHED) / number,
         )
+        if number == 1:
+            begin_replays(pipelines, next_one)
         pipelines.replay(next_one)
     if division and pipelines.throughput(division) >= problem.min_throughput:
         if others := unreplayed(pipelines):

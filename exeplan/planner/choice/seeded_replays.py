@@ -6,8 +6,9 @@ and which candidates are replayed (`pipelines.py`).
 
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from exeplan.core.bounds import utilizations
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule, num_devices
@@ -24,6 +25,12 @@ whether it keeps the bounds."""
 
 TOLD = 0.25
 """How long the replay of a policy that loses is, over that of one that may win."""
+
+_LIKELY = 0.3
+"""Seconds that a first replay of several policies at a rate takes, about."""
+
+Asked = tuple[Problem, Schedule, int]
+"""The problem of one of so many replicas, the schedule, and their number."""
 
 Replayed = tuple[Run, tuple[Estimate, ...]]
 """The first replay, of several replicas that of the first, and an Estimate by each seed, of all replicas together where
@@ -42,6 +49,8 @@ class Replays:
         self.one_replica = one_replica
         self._known: dict[Hashable, Replayed] = {}
         """Searches under other bounds may find the same schedule again."""
+        self._begun: dict[Hashable, tuple[Run, Estimate]] = {}
+        """By the first seed, of what is to be replayed next."""
         self._told: dict[Hashable, Estimate] = {}
         self._seconds = 0.0
         """That the last one took."""
@@ -51,9 +60,9 @@ class Replays:
         `placed` is the problem of one of so many."""
         of = _key(placed, schedule, replicas)
         if of not in self._known:
-            since = time.perf_counter()
-            run, first = self._together(placed, schedule, replicas)
-            self._seconds = time.perf_counter() - since
+            if of not in self._begun:
+                self.begin((placed, schedule, replicas), [])
+            run, first = self._begun.pop(of)
             found, each = [first], len(run.requests) * replicas
             while self._needs_more(found) and (left := MOST_ADDED - (len(found) - 1) * each) > 0:
                 last = min(seeds_to_decide(len(found)), len(found) + math.ceil(left / each))
@@ -63,12 +72,31 @@ class Replays:
             self._known[of] = run, tuple(found)
         return self._known[of]
 
-    def tell(self, candidates: Sequence[tuple[Problem, Schedule, int]]) -> None:
-        """Replays what is told of policies that lose; each with the problem of one of so many replicas."""
-        length = 1.0 if self.problem.arrivals and self.problem.arrivals.of_trace else TOLD
-        new = {key: one for one in candidates if (key := _key(*one)) not in self._known and key not in self._told}
-        calls = [partial(self._estimate, *one, length=length) for one in new.values()]
-        self._told |= zip(new, forked(calls, seconds=self._seconds * length), strict=True)
+    def begin(self, first: Asked, losing: Sequence[Asked]) -> None:
+        """Replays what is asked for next by its first seed, and at the same time what is told of policies that seem to
+        lose."""
+        since, new = time.perf_counter(), self._not_told(losing)
+        calls: list[Callable[[], Any]] = [partial(self._together, *first), *self._telling(new.values())]
+        self._begun[_key(*first)], *told = forked(calls, seconds=_LIKELY)
+        self._told |= zip(new, told, strict=True)
+        self._seconds = time.perf_counter() - since
+
+    def tell(self, candidates: Sequence[Asked]) -> None:
+        """Replays what is told of policies that lose."""
+        new = self._not_told(candidates)
+        told = forked(self._telling(new.values()), seconds=self._seconds * self._length)
+        self._told |= zip(new, told, strict=True)
+
+    @property
+    def _length(self) -> float:
+        """Of the replay of a policy that loses."""
+        return 1.0 if self.problem.arrivals and self.problem.arrivals.of_trace else TOLD
+
+    def _not_told(self, candidates: Sequence[Asked]) -> dict[Hashable, Asked]:
+        return {key: one for one in candidates if (key := _key(*one)) not in self._known and key not in self._told}
+
+    def _telling(self, candidates: Iterable[Asked]) -> list[Callable[[], Estimate]]:
+        return [partial(self._estimate, *one, length=self._length) for one in candidates]
 
     def told(self, placed: Problem, schedule: Schedule, *, replicas: int) -> Estimate:
         """What is told of a policy that loses: of its replays where it has any."""

@@ -13,8 +13,10 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.planner.problems.problem import Problem
 
-_LIMIT, _STEPS, _FIRST = 4.0, 1024, 16
-"""The most that is told, the steps to it, and the one that is tried first."""
+_LIMIT, _STEPS, _FIRST, _WIDER = 4.0, 1024, 16, 4
+"""The most that is told, the steps to it, the one that is tried first, and by which factor the next one is further."""
+_IN_VAIN = 2
+"""Steps by a line that have not halved the interval, after which it is halved."""
 
 
 def with_headroom(plan: Plan, alone: Sequence[Problem], *, rate: float | None = None) -> Plan:
@@ -50,7 +52,7 @@ def drift_headroom(problem: Problem, schedule: Schedule) -> float | None:
     """
     if math.isinf(problem.limit):
         return None
-    return _headroom(lambda rise: replace(problem, workload=problem.workload.scale(1.0 + rise)).keeps(schedule))
+    return _headroom(lambda rise: replace(problem, workload=problem.workload.scale(1.0 + rise)).filled(schedule))
 
 
 def rate_headroom(problem: Problem, schedule: Schedule) -> float | None:
@@ -62,11 +64,11 @@ def rate_headroom(problem: Problem, schedule: Schedule) -> float | None:
     if arrivals is None:
         return None
 
-    def keeps(rise: float) -> bool:
+    def filled(rise: float) -> float:
         faster = replace(arrivals, rate=arrivals.rate * (1.0 + rise))
-        return replace(problem, arrivals=faster).keeps(schedule)
+        return replace(problem, arrivals=faster).filled(schedule)
 
-    return _headroom(keeps)
+    return _headroom(filled)
 
 
 def as_replayed(problem: Problem, schedule: Schedule, replayed: Estimate | None) -> Problem:
@@ -77,12 +79,39 @@ def as_replayed(problem: Problem, schedule: Schedule, replayed: Estimate | None)
     return problem.held_to(scaled(problem.bounds, [one / two if one and two else 1.0 for one, two in pairs]))
 
 
-def _headroom(keeps: Callable[[float], bool]) -> float:
-    """The last kept step up to the limit; headroom is mostly small, so smaller steps come first."""
+def _headroom(filled: Callable[[float], float]) -> float:
+    """The last kept step up to the limit, where at most 1 of a bound is `filled`.
+
+    Looked for where the reciprocal, which the waits of a queue make nearly a line, crosses 1 by the last two steps that
+    are sustained; in the middle where that has not halved the interval twice.
+    """
+    points: list[tuple[int, float]] = []
+
+    def keeps(step: int) -> bool:
+        use = filled(_LIMIT * step / _STEPS)
+        if math.isfinite(use):
+            points.append((step, 1 / max(use, 1e-9)))
+        return use <= 1
+
     low, high = 0, _FIRST
-    while high <= _STEPS and keeps(_LIMIT * high / _STEPS):
-        low, high = high, 2 * high
-    while high - low > 1 and low < _STEPS:
-        middle = (low + high) // 2
-        low, high = (middle, high) if keeps(_LIMIT * middle / _STEPS) else (low, middle)
+    while keeps(high):
+        if high == _STEPS:
+            return _LIMIT
+        low, high = high, min(_WIDER * high, _STEPS)
+    in_vain = 0
+    while high - low > 1:
+        middle = _crossing(points[-2:]) if in_vain < _IN_VAIN else None
+        middle = min(max((low + high) // 2 if middle is None else middle, low + 1), high - 1)
+        width = high - low
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+        in_vain = 0 if 2 * (high - low) <= width else in_vain + 1
     return _LIMIT * low / _STEPS
+
+
+def _crossing(points: Sequence[tuple[int, float]]) -> int | None:
+    """The step before the one at which a line through two points falls below 1; None where it does not fall."""
+    if len(points) < 2:
+        return None
+    (one, at_one), (other, at_other) = points
+    slope = (at_other - at_one) / (other - one)
+    return math.floor(one + (1 - at_one) / slope) if slope < 0 else None

@@ -251,14 +251,19 @@ class Problem:
 
     def keeps(self, schedule: Schedule) -> bool:
         """Whether a schedule keeps all bounds and sustains the arrival rate, if there is one; by the closed form."""
+        return self.filled(schedule) <= 1
+
+    def filled(self, schedule: Schedule) -> float:
+        """The largest share of a bound that a schedule takes, infinity where it does not sustain the arrival rate; by
+        the closed form."""
         if self.arrivals is None:
-            return self.evaluate(schedule).latency <= self.limit
+            return self.evaluate(schedule).latency / self.limit
         full = steady_state(schedule, self.workload, self.cost)
         by_request = self.bounds if any(percentile(b.metric) for b in self.bounds) else ()
         try:
-            return max(utilizations(self.bounds, self._estimate_at_rate(full, self.arrivals, by_request))) <= 1
+            return max(utilizations(self.bounds, self._estimate_at_rate(full, self.arrivals, by_request)))
         except Infeasible:
-            return False
+            return math.inf
 
     def with_spare_places(self, schedule: Schedule) -> Schedule:
         """The schedule with room in its batches for bursts of arrivals, within the limits of memory and residents."""

@@ -337,6 +337,21 @@ def test_waits_that_chance_hides_are_replayed_with_more_seeds(at_rate: Problem) 
     assert ttft.value - ttft.low < 0.2 * ttft.value
 
 
+def test_replays_at_the_same_time_are_those_of_one_after_the_other(
+    at_rate: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = (Schedule("orca", {"max_num_seqs": number, "micro_batches": 1}) for number in (8, 4))
+    apart, together = (Replays(at_rate, seed=0, num_requests=500, further=False, one_replica=False) for _ in range(2))
+    _, expected = apart.of(at_rate, first, replicas=1)
+    told = apart.told(at_rate, other, replicas=1)
+    together.begin((at_rate, first, 1), [(at_rate, other, 1)])
+    monkeypatch.setattr(seeded_replays, "replay_estimate", None)  # All is known.
+    run, found = together.of(at_rate, first, replicas=1)
+    assert len(run.requests) == 500
+    assert found == expected
+    assert together.told(at_rate, other, replicas=1) == told
+
+
 def test_a_schedule_that_is_found_again_is_not_replayed_again(
     at_rate: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:

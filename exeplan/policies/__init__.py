@@ -19,15 +19,17 @@ import pkgutil
 import sys
 from functools import cache
 from hashlib import sha256
-from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from exeplan.core.schedule import POLICY_FILE, Schedule
 from exeplan.errors import InputError
 from exeplan.policies.interface import PassLimits, Policy, PrefillBetween, missing_members, named
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "exeplan.policies"
 """The entry point group of policies from other packages: a name, and the module that is the policy."""
@@ -93,7 +95,9 @@ def check_schedule(schedule: Schedule) -> None:
     load_policy(schedule.policy).check(schedule)
 
 
-def _installed() -> dict[str, EntryPoint]:
+def _installed() -> "dict[str, EntryPoint]":
+    from importlib.metadata import entry_points  # Slow to load, and seldom asked.
+
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 

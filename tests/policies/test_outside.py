@@ -1,5 +1,6 @@
 """A policy from outside the package is one file: planned, replayed and run, and never named by the network."""
 
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -148,7 +149,7 @@ def test_adding_a_policy_is_adding_a_file(folder: Path, monkeypatch: pytest.Monk
 def test_an_installed_package_can_bring_a_policy(monkeypatch: pytest.MonkeyPatch, forgetting: None) -> None:
     monkeypatch.syspath_prepend(str(TOY.parent))
     point = EntryPoint("brought", TOY.stem, policies.ENTRY_POINTS)
-    monkeypatch.setattr(policies, "entry_points", lambda group: (point,) if group == point.group else ())
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: (point,) if group == point.group else ())
     schedule = load_policy("brought").knobs  # Loaded by its name; `auto` does not know it.
     assert schedule is not None
     assert "brought" not in policy_names()

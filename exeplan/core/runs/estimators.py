@@ -21,9 +21,9 @@ Tried on replays (`benchmarks/fidelity/perfect_engine.py` and its record: the de
 runs of 8, 16 and 30 s in which a p99-length request lives 2 to 7 s): the bias of throughput and latency is under 1 %,
 and more than 90 % of the intervals hold the truth, with these exceptions. `waa-*` at 8 s, little more than one life:
 throughput 1.0 % too high, latency 1.0 % too low, and 60 % of its intervals. `concat`, of which 16 s hold five batches:
-no interval at 8 s; its throughput moves by 6 % from run to run, so that a bias of 1 % would not show. p99 of requests:
-1 to 4 % too low at 8 s, a third where a life hardly fits in. p99 of ttft: 10 to 34 % off where a run holds fewer than
-a hundred prefills, mostly without an upper end.
+no interval at 8 s; at 16 s throughput 1.3 % too low, where chance makes 0.5 % of it. p99 of requests: 1 to 4 % too low
+at 8 s, a third where a life hardly fits in. p99 of ttft: 10 to 34 % off where a run holds fewer than a hundred
+prefills, mostly without an upper end.
 
 Not here: where the window is, and what belongs to an Estimate (`metrics.py`).
 """

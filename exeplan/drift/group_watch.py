@@ -76,6 +76,10 @@ class GroupWatch:
         self._watches[number].adopted(own_proposal, now=now)
         self.plan = proposal_or_plan.plan
 
+    def is_no_better(self, proposal: Proposal, earlier: Plan) -> bool:
+        """Whether it is the same plan: those of several groups are not compared."""
+        return proposal.plan.groups == earlier.groups
+
     def vetoed(self, *, now: float) -> None:
         """See `Watch.vetoed`: for no group."""
         for watch in self._watches:

@@ -131,6 +131,16 @@ class Watch:
             self._planned = self._basis
         self._last_replan, self._agreeing, self._best_gain = now, 0, None
 
+    def is_no_better(self, proposal: Proposal, earlier: Plan) -> bool:
+        """Whether it is an earlier one, or that keeps the bounds under these lengths, too, and serves as much to within
+        the least gain."""
+        if (earlier.schedule, earlier.placement) == (proposal.plan.schedule, proposal.plan.placement):
+            return True
+        found, share = _consequence(self.problem.at(earlier.placement), earlier)
+        if found is None or share is None or share > 1:
+            return False
+        return proposal.new.throughput <= (1 + self.rules.gain) * found.throughput
+
     def vetoed(self, *, now: float) -> None:
         """The last proposal was vetoed: there is no other for a dwell time."""
         self._last_replan, self._agreeing = now, 0

@@ -272,7 +272,7 @@ def most_rows(plan: Plan, group: ReplicaGroup) -> int | None:
     if (decoding := variables.get("decode_batch")) is None:
         if found is None or len(plan.groups) > 1:
             return None
-        decoding = math.ceil(found.token_throughput * found.tpot / plan.num_replicas)
+        decoding = round(found.token_throughput * found.tpot / plan.num_replicas)
     return decoding + math.ceil(variables["prefill_batch"] / 2)
 
 

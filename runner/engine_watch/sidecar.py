@@ -179,9 +179,7 @@ class Sidecar:
 
     def _propose(self, proposal: Proposal, now: float) -> Iterator[str]:
         """Writes the new plan and its command line; sentences on both."""
-        again = self._told.proposed
-        same = again and (again.schedule, again.placement) == (proposal.plan.schedule, proposal.plan.placement)
-        if same:
+        if (earlier := self._told.proposed) and self._watch.is_no_better(proposal, earlier):
             self._watch.vetoed(now=now)
             return
         try:

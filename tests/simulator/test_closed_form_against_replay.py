@@ -20,7 +20,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile
 from exeplan.core.runs.metrics import RequestRecord, request_times, summarize, window
 from exeplan.core.schedule import Placement, Schedule, Stage
-from exeplan.policies import load_policy, policy_names
+from exeplan.policies import load_policy, policy_names, sampled_evenly
 from exeplan.simulator.closed_form import SteadyState, steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.rates.request_times import times_under_backlog
@@ -154,7 +154,7 @@ def compared(steady: SteadyState, cost: CostModel, seed: int) -> Errors:
     number = int(np.clip(PASSES * rows / workload.mean_output, *REQUESTS))
     if steady.schedule.policy == "turbo":
         number = max(number, TURNS * 16 * steady.schedule["batch_size"])
-    inputs, outputs = workload.sample(number, seed=seed)
+    inputs, outputs = workload.sample(number, seed=seed, stratified=sampled_evenly(steady.schedule))
     run = replay(steady.schedule, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=10**6)
     replayed = summarize(run.requests, p99_output=workload.output_quantile(0.99))
     assert replayed.latency is not None

@@ -87,8 +87,8 @@ def draw_load(
 ) -> Load:
     """A sample of the workload; with `trace_arrivals`, the first requests of its trace at their own times.
 
-    The workload's deadlines apply unless all requests arrive at once. Raises InputError when the workload has no
-    arrival times.
+    `stratified` lengths cover the law evenly, others are drawn at random. The workload's deadlines apply unless all
+    requests arrive at once. Raises InputError when the workload has no arrival times.
     """
     if trace_arrivals:
         trace = workload.trace

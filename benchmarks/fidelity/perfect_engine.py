@@ -7,7 +7,7 @@ the truth, by policy and length of the run.
 A replay is an engine that takes exactly the predicted time, so that whatever a short run of it shows wrongly is the
 fault of the estimators (`exeplan/core/runs/estimators.py`). The demo model on one core of the generic CPU's datasheet,
 planned for each policy under the demo's bound, four times what one request alone needs; policies with separate stages
-have two cores and eight times that. Each run has the requests of `exeplan demo` and `bench` of that duration, drawn
+have two cores and eight times that. Each run has the requests of `exeplan bench` of that duration, drawn
 with a seed of its own.
 
 The truth is the mean of four replays of 60 times the longest duration, figures taken from single requests by plain
@@ -84,7 +84,7 @@ class Case:
         return self.workload.output_quantile(0.99)
 
     def played(self, seconds: float, seed: int) -> Run:
-        """A run of the requests that `exeplan demo` plays for this duration."""
+        """A run of the requests that `exeplan bench` plays for this duration."""
         number = enough_requests(self.schedule, throughput=self.throughput, seconds=seconds)
         load = draw_load(self.workload, number, seed=seed, stratified=sampled_evenly(self.schedule))
         return replay(

@@ -77,8 +77,10 @@ class GroupWatch:
         self.plan = proposal_or_plan.plan
 
     def is_no_better(self, proposal: Proposal, earlier: Plan) -> bool:
-        """Whether it is the same plan: those of several groups are not compared."""
-        return proposal.plan.groups == earlier.groups
+        """Whether the groups are the same; what others serve under these lengths is not compared."""
+        both = proposal.plan.groups, earlier.groups
+        new, old = ([(one.schedule, one.placement, one.first_devices) for one in groups] for groups in both)
+        return new == old
 
     def vetoed(self, *, now: float) -> None:
         """See `Watch.vetoed`: for no group."""

@@ -283,10 +283,7 @@ def _replayed(problem: Problem, lowest: _Lowest | None) -> str:
     _, replay = replay_estimate(lowest.placed, lowest.schedule, seed=_SEED, record_passes=False)
     both = (replay, lowest.placed.estimate(lowest.schedule))
     shares = [max(pair) for pair in zip(*(utilizations(problem.bounds, one) for one in both), strict=True)]
-    if max(shares) <= 1:
-        return ""
-    bound = problem.bounds[shares.index(max(shares))]
-    return too_tight(lowest.placed, lowest.schedule, bound, max(shares) * bound.seconds).nearest
+    return too_tight(lowest.placed, lowest.schedule, shares).nearest if max(shares) > 1 else ""
 
 
 def sizes_table(tried: tuple[Tried, ...]) -> str:

@@ -8,6 +8,9 @@ import pytest
 
 from exeplan.cli import main
 from exeplan.core.profile import Profile, ReferencePass, save_profile
+from exeplan.runner import load
+from exeplan.runner.load import Load, draw_load
+from exeplan.workload.workload import Workload
 
 PLAN = """
 model: demo
@@ -27,6 +30,22 @@ def watched(folder: Path, profile: Profile) -> Path:
     save_profile(replace(profile, reference_passes=(decode,)), folder / "p.json")
     (folder / "plan.yaml").write_text(PLAN)
     return folder
+
+
+def test_requests_of_a_plan_that_serves_alike_ones_together_are_random(
+    watched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def draw(workload: Workload, number: int, **how: object) -> Load:
+        drawn.append(how["stratified"])
+        return draw_load(workload, number, **how)  # type: ignore[arg-type]  # Passed on as they are.
+
+    monkeypatch.setattr(load, "draw_load", draw)
+    for schedule in ("policy: orca, max_num_seqs: 4", "policy: turbo, batch_size: 4"):
+        (watched / "plan.yaml").write_text(PLAN.replace("policy: orca, max_num_seqs: 4", schedule))
+        assert main(WORDS) == 0
+    assert drawn == [True, False]
 
 
 def test_a_second_replay_has_passes_that_take_as_long_as_the_machine_did(

@@ -82,3 +82,13 @@ def test_a_plan_by_hand_begins_anew(plan, problem):
     assert first[1].plan != plan
     watch.vetoed(now=31.0)
     assert watch.planned is problem.workload
+
+
+def test_what_was_proposed_before_is_the_same_whatever_its_figures_are_now(plan, problem):
+    watch = GroupWatch(plan, [problem, problem], rules=RULES, policies=POLICIES)
+    [(_, proposal), *_] = proposals(watch, scale=1.6, number=12)
+    second = proposal.plan.groups[1]
+    again = replace(proposal, plan=replace(proposal.plan, more_replicas=(replace(second, capacity=1.0),)))
+    other = replace(second, schedule=Schedule("orca", {"max_num_seqs": 2}))
+    assert watch.is_no_better(again, proposal.plan)
+    assert not watch.is_no_better(replace(again, plan=replace(plan, more_replicas=(other,))), proposal.plan)

@@ -291,8 +291,7 @@ def last_resort(pipelines: Pipelines) -> Optimum:
     proof = Proof(run=run, replays=replays, margin=margin)
     shares = filled(part, winner, proof)
     if max(shares) > 1:
-        bound = pipelines.problem.bounds[shares.index(max(shares))]
-        raise too_tight(placed, schedule, bound, max(shares) * bound.seconds)
+        raise too_tight(placed, schedule, shares)
     pipelines.found[key] = winner
     pipelines.proofs[key] = proof
     return solved(pipelines, {key[0]: (key[1], pipelines.count(key[0]))})

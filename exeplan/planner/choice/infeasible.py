@@ -42,8 +42,11 @@ def _least_latency(problem: Problem, schedule: Schedule, latency: float) -> str:
     return str(wider) if bound.targets else f"{show_seconds(wider.seconds)} {bound.name}"
 
 
-def too_tight(problem: Problem, lowest: Schedule, bound: Bound, needed: float) -> Infeasible:
-    """The lowest-latency schedule needs `needed` seconds for the bound's metric; the tightest possible bound."""
+def too_tight(problem: Problem, lowest: Schedule, shares: Sequence[float]) -> Infeasible:
+    """The lowest-latency schedule needs these shares of the bounds, one of them more than 1; the tightest possible
+    bound."""
+    bound = problem.bounds[shares.index(max(shares))]
+    needed = max(shares) * bound.seconds
     length = problem.workload.output_quantile(0.99)
     name = "latency bound" if bound.on_latency else f"{bound.metric} bound"
     tightest = _round_up(needed)

@@ -53,7 +53,7 @@ class Replays:
         """By the first seed, of what is to be replayed next."""
         self._told: dict[Hashable, Estimate] = {}
         self._seconds = 0.0
-        """That the last one took."""
+        """That the first replays took which were begun last."""
 
     def of(self, placed: Problem, schedule: Schedule, *, replicas: int) -> Replayed:
         """By one seed and as many further ones as bounds at a rate need, and as a mean ttft that is known well does;

@@ -97,6 +97,32 @@ def test_the_window_waits_until_requests_are_as_old_as_later() -> None:
     assert opens == pytest.approx(11.0)
 
 
+def batches_apart(number: int) -> list[RequestRecord]:
+    """Quick ones of eight requests of 10 tokens, one a second; every other one slow, of 20 tokens in two seconds each,
+    the first after four."""
+    records, begins = [], 0.0
+    for index in range(number):
+        first, pace, tokens = (4.0, 2.0, 20) if index % 2 else (1.0, 1.0, 10)
+        times = [begins + first + pace * k for k in range(tokens)]
+        records += [request(begins, *times) for _ in range(8)]
+        begins = times[-1]
+    return records
+
+
+def test_where_batches_do_not_overlap_a_long_request_has_the_times_of_its_own_kind() -> None:
+    estimate = summarize(batches_apart(13), p99_output=20)
+    assert estimate.latency == pytest.approx(4.0 + 19 * 2.0)
+    assert not estimate.notes
+
+
+def test_longest_requests_in_few_batches_have_no_interval() -> None:
+    estimate = summarize(batches_apart(7), p99_output=20)
+    found = estimate.evidence["latency"]
+    assert found.value == pytest.approx(4.0 + 19 * 2.0)
+    assert found.low is None
+    assert estimate.notes == ("latency: the longest requests ran in 3 batches, too few for an interval",)
+
+
 def test_memory_is_passed_through() -> None:
     estimate = summarize(STEADY, p99_output=2, kv_tokens=5.0, memory_bytes=7.0)
     assert (estimate.kv_tokens, estimate.memory_bytes_per_gpu) == (5.0, 7.0)

@@ -44,6 +44,10 @@ def test_each_request_may_be_asked_for_another_token() -> None:
     assert TIMES.nth(np.array([6, 1, 3, 1])).tolist() == [8.0, 0.5, 6.0, 7.0]
 
 
+def test_only_some_requests_keep_their_tokens() -> None:
+    check(TIMES.only(np.array([0, 3])), [LISTS[0], [], [], LISTS[3]])
+
+
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 2.5, 7.0]), max_size=6).map(sorted), min_size=1))
 def test_lists_of_times_are_themselves(lists: list[list[float]]) -> None:
     check(TokenTimes.of_lists(lists), lists)

@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,14 +194,19 @@ def summarize(
     if not answered.any():
         return _nothing(requests, bound_metric, bounds, kv_tokens=kv_tokens, memory_bytes=memory_bytes)
     begins = requests.arrivals if waiting else requests.starts
-    opens, closes = _arrival_window(requests) if waiting else window(requests, backlog, until=until)
+    opens, closes, apart = _arrival_window(requests) if waiting else _steady_window(requests, backlog, until)
     inside = answered & (begins >= opens) & (begins < closes)
     inside = inside if inside.any() else answered
     share = share_of_requests(bound_metric)
     arrivals = requests.arrivals
     came = (opens <= arrivals) & (arrivals < closes) if waiting else np.ones(len(requests), dtype=bool)
     seen = _Seen.of(
-        requests, begins, inside, Window.of(opens, closes, requests.starts[answered]), whole=waiting or not backlog
+        requests,
+        begins,
+        inside,
+        Window.of(opens, closes, requests.starts[answered]),
+        whole=waiting or not backlog,
+        apart=apart,
     )
     figures, notes = seen.figures(p99_output, None if is_deadline(bound_metric) else bound_metric)
     latency = figures["latency"].value if "latency" in figures else None
@@ -249,13 +254,17 @@ class _Seen:
     """Requests that are in `law`."""
     whole: bool
     """Requests count as they ended, however long after the window."""
+    apart: bool
+    """They ran in batches that do not overlap."""
 
     @classmethod
-    def of(cls, requests: Requests, begins: Floats, inside: NDArray[np.bool_], seen: Window, *, whole: bool) -> "_Seen":
-        """`whole`: as the field."""
+    def of(
+        cls, requests: Requests, begins: Floats, inside: NDArray[np.bool_], seen: Window, *, whole: bool, apart: bool
+    ) -> "_Seen":
+        """`whole` and `apart`: as the fields."""
         late = requests.last_tokens > seen.opens
         some = inside if whole else requests.answered & (begins < seen.closes) & late
-        return cls(requests, begins, inside, seen, some, whole)
+        return cls(requests, begins, inside, seen, some, whole, apart)
 
     @cached_property
     def law(self) -> ProductLimit:
@@ -369,6 +378,7 @@ class _Seen:
             window=self.window,
             counted=self.inside,
             whole=self.whole,
+            apart=self.apart,
         )
 
     def percentile(self, share: float) -> tuple[Figure, str]:
@@ -485,21 +495,34 @@ def window(records: Sequence[RequestRecord], backlog: bool, *, until: float = ma
 
     The whole run too where the window would hold little of it, as when all requests are admitted at once.
     """
-    requests = Requests.of(records)
+    steady = _steady_window(Requests.of(records), backlog, until)
+    return steady.opens, steady.closes
+
+
+class _Steady(NamedTuple):
+    """Seconds at which the window opens and closes, and whether batches do not overlap."""
+
+    opens: float
+    closes: float
+    apart: bool = False
+
+
+def _steady_window(requests: Requests, backlog: bool, until: float) -> _Steady:
+    """As `window`."""
     answered, times = requests.answered, requests.times
-    whole = float(requests.arrivals[answered].min()), min(until, float(np.nanmax(requests.last_tokens)))
+    whole = _Steady(float(requests.arrivals[answered].min()), min(until, float(np.nanmax(requests.last_tokens))))
     starts, batch = _batches(requests.starts[answered])
     if not backlog or len(starts) <= 2:
         return whole
     gone = np.zeros(len(starts))
     np.maximum.at(gone, batch, requests.last_tokens[answered])
-    if (gone[:-1] <= starts[1:] + _SAME_START).all():  # Batches do not overlap: every start is as good as any other.
-        return float(starts[0]), float(starts[-1])
+    if (gone[:-1] <= starts[1:] + _SAME_START).all():  # Every start is as good as any other.
+        return _Steady(float(starts[0]), float(starts[-1]), apart=True)
     num_tokens = int(requests.output_tokens.sum())
     warm = max(min(gone[0], times.in_order(num_tokens // 4)), _full(requests, starts))
     opens, closes = starts[np.searchsorted(starts, warm).clip(max=len(starts) - 2)], starts[-1]
     inside = times.num_within(opens, closes)
-    return (float(opens), float(closes)) if inside >= _LEAST_INSIDE * num_tokens else whole
+    return _Steady(float(opens), float(closes)) if inside >= _LEAST_INSIDE * num_tokens else whole
 
 
 def _full(requests: Requests, starts: Floats) -> float:
@@ -545,10 +568,10 @@ def _sums(values: Floats, order: Ints, until: Ints) -> Floats:
     return np.append(0.0, np.cumsum(values[order]))[until]
 
 
-def _arrival_window(requests: Requests) -> tuple[float, float]:
+def _arrival_window(requests: Requests) -> _Steady:
     arrivals = np.sort(requests.arrivals[requests.answered])
     opens, closes = float(arrivals[int(_FILLING_UP * len(arrivals))]), float(arrivals[-1])
-    return (opens, closes) if closes > opens else (opens, float(np.nanmax(requests.last_tokens)))
+    return _Steady(opens, closes if closes > opens else float(np.nanmax(requests.last_tokens)))
 
 
 def _batches(starts: Floats) -> tuple[Floats, NDArray[np.int64]]:

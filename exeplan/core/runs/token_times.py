@@ -9,7 +9,7 @@ Not here: what is computed from these times (`metrics.py`).
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import cast
@@ -72,6 +72,20 @@ class TokenTimes:
                 ends=self.ends[here],
                 num_requests=end - first,
             )
+
+    def only(self, requests: Ints) -> "TokenTimes":
+        """The same without any token of other requests."""
+        wanted = np.zeros(self.num_requests, dtype=bool)
+        wanted[requests] = True
+        here = wanted[self.owners]
+        return replace(
+            self,
+            leads=None if self.leads is None else np.where(wanted, self.leads, np.nan),
+            owners=self.owners[here],
+            numbers=self.numbers[here],
+            begins=self.begins[here],
+            ends=self.ends[here],
+        )
 
     @cached_property
     def counts(self) -> Ints:

@@ -5,6 +5,7 @@ as it ran, even where many keys and values evict a small model's weights from th
 4 %, as whole layers by 1 %. Where the difference is below the noise, the time of the attention alone is used.
 """
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -103,6 +104,17 @@ class Samples:
         if len(values) < 2:
             return float("inf")
         return 1.25 * np.std(values, ddof=1).item() / len(values) ** 0.5 / statistics.median(values)
+
+    def error(self, phase: str) -> float:
+        """The relative standard error of a layer between two of its points, by what samples of one differ by in all of
+        them: a few samples may agree by chance."""
+        values = [self.seconds(key) for key in self.keys if key[:2] == ("layer", phase)]
+        squares = [float(np.var(np.log(own)) * len(own)) for own in values]
+        freedom = sum(len(own) - 1 for own in values)
+        if not freedom:
+            return 0.0
+        visits = float(np.median([len(own) for own in values]))
+        return math.sqrt(sum(squares) / freedom / visits / 2)
 
     def measurements(self) -> tuple[Measurement, ...]:
         """All rows, attention worked out from whole layers."""

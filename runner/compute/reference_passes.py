@@ -15,7 +15,7 @@ import torch
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import ReferencePass
-from exeplan.core.runs.machine_speed import MachineSpeed, SpeedSample
+from exeplan.core.runs.machine_speed import MachineSpeed, Restlessness, SpeedSample
 from exeplan.runner.compute.blocks.layers import Model
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.passes.kv_cache import KVCache
@@ -67,11 +67,17 @@ class ReferencePasses:
         self._batches = [self._batch(one) for one in self.passes]
         self._ended = self._last_cost = 0.0
         self._number = 0
+        self._restlessness = Restlessness()
         self._on_cpu_clock = torch.get_num_threads() == 1
 
     @property
     def speed(self) -> MachineSpeed:
         return MachineSpeed(passes=self.passes, samples=tuple(self.samples))
+
+    @property
+    def restless(self) -> bool:
+        """Whether the machine's speed moves so much that passes are due sooner."""
+        return self._restlessness.share < 1
 
     def speed_from(self, began: float) -> MachineSpeed:
         """Of the samples since then, their times from there."""
@@ -84,9 +90,10 @@ class ReferencePasses:
         return found
 
     def repeat_if_due(self, every: float = EVERY_SECONDS) -> bool:
-        """Runs the next pass if the last one is these seconds ago, or longer if it takes long; tells whether it did."""
+        """Runs the next pass if the last one is these seconds ago, or longer if it takes long, or less on a restless
+        machine; tells whether it did."""
         began = time.perf_counter()
-        if began < self._ended + max(every, self._last_cost / _MOST_COST):
+        if began < self._ended + max(every * self._restlessness.share, self._last_cost / _MOST_COST):
             return False
         self.repeat()
         return True
@@ -99,6 +106,7 @@ class ReferencePasses:
         seconds, wall = self._run(number)
         self._ended = time.perf_counter()
         self._last_cost = cost = self._ended - began
+        self._restlessness.add(number, seconds)
         self.samples.append(
             SpeedSample(number=number, time=began, seconds=seconds, cost=cost, others=max(wall / seconds, 1.0))
         )

@@ -85,15 +85,8 @@ class LengthLatency:
 
     def sentences(self, length: int) -> list[str]:
         """What a reader should know of it, where that is anything; the length in tokens."""
-        found = []
-        if self.num_batches is not None and self.num_batches < LEAST_BLOCKS:
-            ran = "one batch" if self.num_batches == 1 else f"{self.num_batches} batches"
-            found = [f"latency: the longest requests ran in {ran}, too few for an interval"]
-        return found + self._of_the_length(length)
-
-    def _of_the_length(self, length: int) -> list[str]:
         if self.num_ended and not self.num_pooled:
-            return []
+            return self._of_batches()
         what = (
             f"{self.num_ended:,} requests" if self.num_ended > 1 else "one request" if self.num_ended else "no request"
         )
@@ -102,6 +95,12 @@ class LengthLatency:
         if self.num_pooled:
             text += f"; {self.num_pooled} of {length - 1} gaps were not seen and have the mean of the nearest"
         return [text]
+
+    def _of_batches(self) -> list[str]:
+        if self.num_batches is None or self.num_batches >= LEAST_BLOCKS:
+            return []
+        ran = "one batch" if self.num_batches == 1 else f"{self.num_batches} batches"
+        return [f"latency: the longest requests ran in {ran}, too few for an interval"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

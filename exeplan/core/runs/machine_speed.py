@@ -8,6 +8,7 @@ Not here: running the passes (`runner/compute/reference_passes.py`).
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,11 +22,16 @@ _NEAR = 5
 """Reference passes, of any kind, that a moment's slowness is the mean of."""
 _MOST_OFF = 2.0
 """A reference pass counts as at most so many times slower, or faster, than those near it."""
-_SENSITIVITY = 0.8
-"""log(slowness of the engine's passes) over that of reference passes, which are shorter and more easily disturbed: 0.74
-and 0.79 over 88 slices with two profiles, 0.79 over 18 runs with a third (LOG.md)."""
-MEDIAN_ERROR = 1.2533
-"""The standard error of a median over that of a mean, of a normal law."""
+_SENSITIVITY = 0.9
+"""log(slowness of the engine's passes) over that of reference passes. With one in 0.25 s 0.74 and 0.79 over 88 slices
+with two profiles; with one in 0.08 s 1.06 +- 0.10 over 14 slices, and 0.63 of these by every fourth of them: what
+happens between them makes it seem less (LOG.md)."""
+_DEVIATIONS = 1.4826
+"""The standard deviation of a normal law over the median of its distances from the middle."""
+_LEAST_REMEMBERED, _REMEMBERED = 6, 12
+"""Repetitions by which the machine is called restless, at least and at most."""
+_STEADY, _LEAST_SHARE = 0.05, 0.3
+"""The standard deviation of a pass from which on more of them are needed, and the least share of the time between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,14 @@ class MachineSpeed:
         profile = math.sqrt(sum(one.error**2 for one in self.passes)) / max(len(self.passes), 1)
         return math.hypot(own, _SENSITIVITY * profile)
 
+    def error_between(self, began: float, ended: float) -> float:
+        """The relative standard error of the mean slowness of that time, by what samples differ by from their
+        neighbours; of one sample where none is in it."""
+        if len(self.samples) < 2:
+            return 0.0
+        number = int(np.count_nonzero((self._times >= began) & (self._times <= ended)))
+        return _DEVIATIONS * float(np.median(np.abs(np.diff(self._logs)))) / math.sqrt(2 * max(number, 1))
+
     @property
     def others_error(self) -> float:
         """The standard error of `others`, relative."""
@@ -104,6 +118,31 @@ class MachineSpeed:
     def _near(self) -> Floats:
         """[samples] The same, each the mean of those near it."""
         return _running_mean(self._logs)
+
+
+class Restlessness:
+    """How far the machine's speed moves from one repetition of a reference pass to its next: the share of the usual
+    time between two passes after which the next one is due. What happens between them is seen by none."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, float] = {}
+        self._moves: deque[float] = deque(maxlen=_REMEMBERED)
+        """Squared differences of logarithms."""
+
+    def add(self, number: int, seconds: float) -> None:
+        """That the pass of this number took these seconds."""
+        log = math.log(seconds)
+        if number in self._before:
+            self._moves.append(min(abs(log - self._before[number]), math.log(_MOST_OFF)) ** 2)
+        self._before[number] = log
+
+    @property
+    def share(self) -> float:
+        """1 where the speed is steady, or not known yet."""
+        if len(self._moves) < _LEAST_REMEMBERED:
+            return 1.0
+        deviation = math.sqrt(sum(self._moves) / len(self._moves) / 2)
+        return max(min(_STEADY / max(deviation, 1e-9), 1.0), _LEAST_SHARE)
 
 
 def why_none(device: str) -> str:

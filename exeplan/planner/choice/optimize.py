@@ -26,7 +26,7 @@ from exeplan.planner.choice.answers import Optimum, begin_replays, last_resort, 
 from exeplan.planner.choice.candidates import Candidate, Known, candidate, capacity, sustained
 from exeplan.planner.choice.most_headroom import most_headroom
 from exeplan.planner.choice.pipelines import Effort, Pipelines
-from exeplan.planner.choice.search_space import pareto
+from exeplan.planner.choice.search_space import Outcomes, pareto
 from exeplan.planner.margins.margins import Risk
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import CONFIDENCE, half_interval
@@ -93,10 +93,10 @@ def with_frontier(problem: Problem, one: Candidate, *, num_bounds: int = 24) -> 
     factor = capacity(one) / alone if (alone := sustained(one)) else float(one.num_replicas)
     trials = list(one.search.frontier)
     if widest > lowest:
-        placed = replace(problem.replica(one.placement, one.num_replicas), cluster=None)
+        placed, outcomes = replace(problem.replica(one.placement, one.num_replicas), cluster=None), Outcomes()
         for seconds in np.geomspace(lowest, widest, num_bounds):
             looser = placed.limited_to(float(seconds))
-            found = candidate(looser, one.policy, "branch-and-bound").search
+            found = candidate(looser, one.policy, "branch-and-bound", outcomes=outcomes).search
             trials += found.frontier if found else ()
     return replace(
         one.search,

@@ -1,5 +1,6 @@
 """Samples add up to measurements: medians, attention as a layer's time beyond its rest, and back when resumed."""
 
+import numpy as np
 import pytest
 
 from exeplan.core.profile import Measurement, ReferencePass
@@ -70,7 +71,8 @@ def test_a_sample_counts_with_its_seconds_at_the_speed_of_its_moment() -> None:
     """The engine became twice as slow half-way; a sample without a time stays as it is."""
     one = ReferencePass(kind="decode", num_seqs=1, num_tokens=8, num_layers=2, seconds=1.0)
     samples = [
-        SpeedSample(number=0, time=time, seconds=1.0 if time < 50 else 2.0**1.25, cost=0.0) for time in range(100)
+        SpeedSample(number=0, time=time, seconds=1.0 if time < 50 else 2.0 ** (1 / 0.9), cost=0.0)
+        for time in range(100)
     ]
     found = Samples()
     for time in (10.0, 90.0):
@@ -79,3 +81,14 @@ def test_a_sample_counts_with_its_seconds_at_the_speed_of_its_moment() -> None:
     found.pair_with(MachineSpeed(passes=(one,), samples=tuple(samples)))
     assert found.seconds(("rest", "prefill", 0, 8, 0)) == pytest.approx([10.0, 10.0])
     assert found.seconds(("head", "", 1, 0, 0)) == [5.0]
+
+
+def test_what_a_layer_is_known_to_is_the_spread_of_all_its_points_over_their_visits() -> None:
+    rng = np.random.default_rng(3)
+    found = Samples()
+    for point in range(1, 41):
+        for number in range(5):
+            seconds = 0.01 * point * float(np.exp(0.1 * rng.normal()))
+            found.add({("layer", "decode", point, 0, 512): seconds}, number=5 * point + number)
+    assert found.error("decode") == pytest.approx(0.1 / 10**0.5, rel=0.15)
+    assert found.error("prefill") == 0.0

@@ -12,7 +12,7 @@ from statistics import geometric_mean
 from typing import Protocol
 
 from exeplan.core.profile import ReferencePass
-from exeplan.core.runs.machine_speed import MachineSpeed, SpeedSample
+from exeplan.core.runs.machine_speed import MachineSpeed, Restlessness, SpeedSample
 from exeplan.runner.compute.reference_passes import EVERY_SECONDS
 from exeplan.runner.ipc.messages import ReferenceRan
 
@@ -55,9 +55,12 @@ class WorkerReferencePasses:
         executor.prepare_reference(self.passes)
         executor.on_reference = self._take
         self._round: _Round | None = None
+        self._restlessness = Restlessness()
 
     def repeat_if_due(self, every: float = _EVERY) -> bool:
-        """Asks the workers for the next pass if the last was asked for these seconds ago, and is done."""
+        """Asks the workers for the next pass if the last was asked for these seconds ago, less on a restless machine,
+        and is done."""
+        every *= self._restlessness.share
         now, executor, before = time.perf_counter(), self._executor, self._round
         known = before is not None and before.generation == executor.num_generations
         if before and known and (now < before.began + every or len(before.ran) < executor.num_workers):
@@ -85,11 +88,13 @@ class WorkerReferencePasses:
         if len(current.ran) < self._executor.num_workers:
             return
         cost = max(one.cost for one in current.ran)
+        seconds = geometric_mean([one.seconds for one in current.ran])
+        self._restlessness.add(ran.number, seconds)
         self.samples.append(
             SpeedSample(
                 number=ran.number,
                 time=time.perf_counter() - cost,
-                seconds=geometric_mean([one.seconds for one in current.ran]),
+                seconds=seconds,
                 cost=cost,
                 others=geometric_mean([one.others for one in current.ran]),
             )

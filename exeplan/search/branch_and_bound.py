@@ -31,6 +31,8 @@ from exeplan.search.grid import Grid, Index, Rank, Slack
 
 _NEAR = 0.02
 """How far below what is of interest a point is still a reason to look around it."""
+_OPEN = 0.01
+"""A gap from which on it is looked for longer."""
 _LEAST_ALLOWED = 200
 """Points that dips may always cost."""
 
@@ -50,7 +52,8 @@ class Doubt:
 def branch_and_bound(grid: Grid, tolerance: Slack, budget: int, *, thorough: bool = True) -> tuple[float, Slack]:
     """Tries what it takes to know the best point. Returns the gap and the dips seen.
 
-    Dips may cost up to 2 % of the grid's points; 200 points where it need not be `thorough`.
+    Dips may cost up to 2 % of the grid's points, and as many again where these leave a gap that is worth it; 200 points
+    where it need not be `thorough`.
 
     The gap is (largest throughput that a box left over could hold - best) / best, 0 when none is left over.
     """
@@ -60,13 +63,16 @@ def branch_and_bound(grid: Grid, tolerance: Slack, budget: int, *, thorough: boo
         return 0.0, Slack()
     dips = grid.dips()
     steep = dips.throughput > max(tolerance.throughput, grid.falls)
-    limit = min(budget, len(grid.tried) + (_allowance(grid) if thorough else _LEAST_ALLOWED))
+    more = _allowance(grid) if thorough else _LEAST_ALLOWED
+    limit = min(budget, len(grid.tried) + more)
     if steep:
         gap = _pass(grid, Doubt(Slack(load=_doubted(dips, declared, tolerance).load), envelope=True), limit)
     while (slack := _doubted(dips, declared, tolerance)) != used and len(grid.tried) < limit:
         gap = _pass(grid, Doubt(slack, envelope=steep), limit)
+        if thorough and gap > _OPEN and len(grid.tried) >= limit:
+            gap = _pass(grid, Doubt(slack, envelope=steep), min(budget, limit + more))
         dips, used = grid.dips(), slack
-    return (1 + gap) * (1 + slack.throughput) / (1 + used.throughput) - 1, dips
+    return max((1 + gap) * (1 + slack.throughput) / (1 + used.throughput) - 1, 0.0), dips
 
 
 def _near(grid: Grid) -> bool:

@@ -86,17 +86,16 @@ def plot_frontier(rows: Sequence[FrontierRow], axes: "Axes", *, bound: float) ->
 
 
 def _mark(axes: "Axes", winner: FrontierRow) -> None:
-    """A star, and its schedule above all curves, on the side with more room."""
+    """A star, and its schedule above all curves, inside the axes."""
     at = (winner.latency, winner.throughput)
     axes.plot(*at, marker="*", markersize=16, color="black", linestyle="none", zorder=5)
-    across, _ = axes.transAxes.inverted().transform(axes.transData.transform(at))
     schedule = textwrap.fill(f"{winner.policy}: {winner.label}", _LABEL_WIDTH)
     axes.annotate(
         f"{schedule}\n{winner.throughput:.3g} requests/s, {show_seconds(winner.latency)}",
         at,
-        xytext=(winner.latency, 0.97),
-        textcoords=axes.get_xaxis_transform(),
-        ha="right" if across > 0.5 else "left",
+        xytext=(0.02, 0.97),
+        textcoords="axes fraction",
+        ha="left",
         va="top",
         arrowprops={"arrowstyle": "-", "color": "0.5"},
         bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": "0.7", "alpha": 0.9},

@@ -65,12 +65,18 @@ def branch_and_bound(grid: Grid, tolerance: Slack, budget: int, *, thorough: boo
     steep = dips.throughput > max(tolerance.throughput, grid.falls)
     more = _allowance(grid) if thorough else _LEAST_ALLOWED
     limit = min(budget, len(grid.tried) + more)
+
+    def again(doubt: Doubt) -> float:
+        """A pass within the limit, and once it is reached as many points more where that left much open."""
+        found = _pass(grid, doubt, limit)
+        if thorough and found > _OPEN and len(grid.tried) >= limit:
+            return _pass(grid, doubt, min(budget, limit + more))
+        return found
+
     if steep:
-        gap = _pass(grid, Doubt(Slack(load=_doubted(dips, declared, tolerance).load), envelope=True), limit)
+        gap = again(Doubt(Slack(load=_doubted(dips, declared, tolerance).load), envelope=True))
     while (slack := _doubted(dips, declared, tolerance)) != used and len(grid.tried) < limit:
-        gap = _pass(grid, Doubt(slack, envelope=steep), limit)
-        if thorough and gap > _OPEN and len(grid.tried) >= limit:
-            gap = _pass(grid, Doubt(slack, envelope=steep), min(budget, limit + more))
+        gap = again(Doubt(slack, envelope=steep))
         dips, used = grid.dips(), slack
     return max((1 + gap) * (1 + slack.throughput) / (1 + used.throughput) - 1, 0.0), dips
 

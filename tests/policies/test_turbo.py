@@ -1,5 +1,6 @@
 """Policy turbo cuts the waiting requests into batches of like lengths, at the least cost of all ways to cut them."""
 
+import math
 from itertools import combinations
 
 import numpy as np
@@ -8,7 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch, SequenceState
+from exeplan.core.bounds import Bound
+from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
+from exeplan.planner.problems.problem import make_problem
+from exeplan.planner.problems.replays import replay_estimate
 from exeplan.policies import sampled_evenly
 from exeplan.policies.shared.alike_at_rate import Cutting, batch_of_first
 from exeplan.policies.turbo import _cut
@@ -92,3 +97,12 @@ def test_batches_of_like_prompts_have_as_few_long_outputs_or_as_many_as_chance_g
     assert variance(stratified=True) < 0.5 * by_chance
     assert variance(stratified=sampled_evenly(schedule)) == pytest.approx(by_chance, rel=0.15)
     assert sampled_evenly(Schedule("orca", {"max_num_seqs": 24}))
+
+
+def test_a_replay_under_a_backlog_is_not_of_a_short_queue(profile: Profile) -> None:
+    """Of 400 requests, as other policies have them, evenly drawn ones serve less than random ones of a long run."""
+    problem = make_problem(profile, load_workload("alpaca"), Bound(seconds=math.inf))
+    run, _ = replay_estimate(problem, Schedule("turbo", {"batch_size": 4, "overhead_tokens": 64}), seed=0)
+    other, _ = replay_estimate(problem, Schedule("static", {"batch_size": 4}), seed=0)
+    assert len(run.requests) == 192 * 4
+    assert len(other.requests) < 192 * 4

@@ -8,7 +8,7 @@ import pytest
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import ReferencePass
-from exeplan.core.runs.machine_speed import why_none
+from exeplan.core.runs.machine_speed import Restlessness, why_none
 from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.runner.compute.model_runner import ModelRunner
@@ -172,3 +172,14 @@ def test_a_reference_pass_is_repeated_with_the_layers_it_was_profiled_with() -> 
     assert len(one._runner.model.layers) == 1
     assert len(all_of_them._runner.model.layers) == 6
     assert len(runner.model.layers) == 6
+
+
+def test_they_are_due_sooner_on_a_restless_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = ReferencePasses(ModelRunner(load_model_spec("demo"), num_blocks=4, dummy_weights=True), PASSES)
+    assert reference.repeat_if_due()
+    assert not reference.repeat_if_due(every=1e9)
+    assert not reference.restless
+    monkeypatch.setattr(Restlessness, "share", property(lambda self: 1e-18))
+    assert reference.restless
+    reference._last_cost = 0.0
+    assert reference.repeat_if_due(every=1e9)

@@ -148,6 +148,20 @@ def test_noise_costs_less_than_its_size(noise, latency, memory):
         assert lost <= result.gap + 1e-12
 
 
+@pytest.mark.parametrize(("latency", "memory"), [(0.02, 1), (0.1, 0.02), (0.002, 1)])
+def test_what_noise_leaves_open_is_looked_for_longer(latency, memory, monkeypatch):
+    values = rra(prefill_batch=200, decode_steps=100).values
+    table = Table(values * (1 + np.random.default_rng(0).uniform(-0.03, 0.03, values.shape)))
+    limits = {"bound": at(table, latency), "capacity": at(table, memory, axis=2)}
+    longer = table.search(**limits)
+    monkeypatch.setattr("exeplan.search.branch_and_bound._OPEN", math.inf)
+    once = table.search(**limits)
+    assert once.gap > 0.07
+    assert longer.gap <= 0.02 + 1e-9
+    assert once.num_points < longer.num_points <= 0.06 * longer.grid_size
+    assert 1 - longer.best.outcome.throughput / table.values[0][table.referee(**limits)] <= longer.gap + 1e-12
+
+
 @pytest.mark.parametrize("noise", [0.001, 0.01])
 def test_a_search_that_is_not_thorough_tries_less_and_its_gap_covers_what_the_thorough_one_finds(noise):
     table = Table(rra().values * (1 + np.random.default_rng(0).uniform(-noise, noise, rra().values.shape)))

@@ -23,16 +23,16 @@ Tried on replays (`benchmarks/fidelity/perfect_engine.py` and its record: the de
 runs of 8, 16 and 30 s in which a p99-length request lives 2 to 7 s): the bias of throughput and latency is under 1 %,
 and more than 90 % of the intervals hold the truth, with these exceptions. `waa-*` at 8 s, little more than one life:
 throughput 1.0 % too high, latency 1.0 % too low, and 60 % of its intervals. `concat`, of which 16 s hold five batches:
-no interval at 8 s; at 16 s throughput 1.3 % too low, where chance makes 0.5 % of it. p99 of requests: 1 to 4 % too low
-at 8 s, a third where a life hardly fits in. p99 of ttft: 10 to 34 % off where a run holds fewer than a hundred
-prefills, mostly without an upper end.
+no interval at 8 s, latency 1.6 % too low; at 16 s throughput 1.3 % too low, where chance makes 0.5 % of it. `static`
+at 30 s: 89.5 % of the intervals of its latency. p99 of requests: 1 to 4 % too low at 8 s, a third where a life hardly
+fits in. p99 of ttft: 10 to 34 % off where a run holds fewer than a hundred prefills, mostly without an upper end.
 
 When the window opens, and the freedom of an interval, were chosen on that workload, what holds for batches that do not
-overlap on it and on wmt17-ende (there, 16 s, 100 seeds: throughput within 0.6 %, latency within 0.8 %, 94 % and more
-hold, but for the latency of `turbo`: a run has one or two batches with long outputs, which is 11 % too high, and says
-so in place of an interval in four runs of five). Left out whole: azure-2023-conv and mooncake-conv, 60 seeds, of which
-16 s are two to three lives: throughput within 1.6 %, latency within 2.1 %, 88 % and more hold, but for `concat`, of
-which a run holds two batches: latency 1 and 4 % too low, without an interval.
+overlap on it and on wmt17-ende (`--workload wmt17-ende --durations 16 --seeds 100`: throughput within 0.6 %, latency
+within 0.8 %, 94 % and more hold, but for the latency of `turbo`: a run has one or two batches with long outputs, which
+is 11 % too high, and says so in place of an interval in four runs of five). Left out whole: azure-2023-conv and
+mooncake-conv (`--seeds 60`), of which 16 s are two to three lives: throughput within 1.6 %, latency within 2.1 %, 88 %
+and more hold, but for `concat`, of which a run holds two batches: latency 1 and 4 % too low, without an interval.
 
 Not here: where the window is, and what belongs to an Estimate (`metrics.py`).
 """

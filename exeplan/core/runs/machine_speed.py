@@ -23,9 +23,8 @@ _NEAR = 5
 _MOST_OFF = 2.0
 """A reference pass counts as at most so many times slower, or faster, than those near it."""
 _SENSITIVITY = 0.9
-"""log(slowness of the engine's passes) over that of reference passes. With one in 0.25 s 0.74 and 0.79 over 88 slices
-with two profiles; with one in 0.08 s 1.06 +- 0.10 over 14 slices, and 0.63 of these by every fourth of them: what
-happens between them makes it seem less (LOG.md)."""
+"""log(slowness of the engine's passes) over that of reference passes: less than 1 where these are rare, as what happens
+between them is not seen (LOG.md has the data)."""
 _DEVIATIONS = 1.4826
 """The standard deviation of a normal law over the median of its distances from the middle."""
 _LEAST_REMEMBERED, _REMEMBERED = 6, 12

@@ -38,8 +38,7 @@ _LONG_RUN = (
 )
 _BATCHES_ALIKE = 192
 """Batches of a replay of a policy that takes together what is alike: a sample that covers the lengths evenly makes
-those of a short queue too even, which took 2 % of the throughput over twenty batches, 0.6 % over a hundred and thirty
-and nothing over 270 (the demo model on alpaca)."""
+those of a short queue too even, and throughput too low (LOG.md)."""
 _LONG_REQUESTS = 4
 """Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
 

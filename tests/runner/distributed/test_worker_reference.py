@@ -1,6 +1,7 @@
 """Reference passes of workers change no token, are subtracted once, and survive a generation of workers."""
 
 import signal
+import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from os import kill
@@ -106,3 +107,18 @@ def test_what_ran_beside_the_engine_is_taken_from_the_intervals_in_which_it_ran(
     share = _share_of(speed, np.array([0.0, 1.0, 1.0, 2.0, 4.0]))
     assert share.tolist() == pytest.approx([0.5, 0.0, 0.5, 0.25])
     assert _share_of(None, np.array([0.0, 1.0])).tolist() == [0.0]
+
+
+def test_a_round_is_asked_for_sooner_on_a_restless_machine() -> None:
+    workers = Asked(num_workers=1)
+    reference = WorkerReferencePasses(workers, PASSES)
+    for number in range(30):
+        assert reference.repeat_if_due(0.0)
+        slow = 1.5 if number % 2 else 1.0
+        workers.on_reference(ReferenceRan(number=number % 3, seconds=0.002 * slow, cost=0.005, others=1.0))
+    assert reference.repeat_if_due(0.0)
+    workers.on_reference(ReferenceRan(number=0, seconds=0.002, cost=0.005, others=1.0))
+    asked, reference._round.began = len(workers.asked), time.perf_counter() - 1.0
+    assert not reference.repeat_if_due(10.0)
+    assert reference.repeat_if_due(3.0)
+    assert len(workers.asked) == asked + 1

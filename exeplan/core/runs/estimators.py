@@ -54,7 +54,7 @@ from exeplan.workload.length_law import Ints
 CONFIDENCE = 0.9
 LEAST_BLOCKS, MOST_BLOCKS = 4, 12
 LEAST_GAPS = 20
-_LEAST_BATCHES = 3
+LEAST_BATCHES = 3
 """Of those that do not overlap: with requests of a length, from which on these alone say its ttft."""
 LEAST_SEEN = 5
 """Requests seen at an age, below which a window that cuts requests off sets no upper limit to a percentile."""
@@ -210,7 +210,7 @@ def length_latency(
     number, (seconds, influences, num_pooled) = _all_gaps(times.only(some) if apart else times, window, length)
     # Each batch has one ttft: that of the batches of the length where they are several.
     num_batches = len(np.unique(begins[reached]))
-    own = np.flatnonzero(reached) if apart and num_batches >= _LEAST_BATCHES else some
+    own = np.flatnonzero(reached) if apart and num_batches >= LEAST_BATCHES else some
     ttft = (firsts - begins)[own]
     value = float(ttft.mean() + seconds)
     # The residents of a window are others after a life of the longest; the last gaps are those of a few requests.

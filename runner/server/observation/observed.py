@@ -3,7 +3,8 @@
     throughput    requests finished a second; token_throughput their output tokens
     ttft          mean and percentiles of the requests whose first token came in the window
     latency       the one the bound is on. p99-length: the mean of the requests that got there in the window, where they
-                  are `LEAST_GAPS`, or else the mean ttft and the mean gaps between tokens that ended in it
+                  are `LEAST_GAPS`, or else the mean ttft and the mean gaps between tokens that ended in it; where
+                  batches do not overlap the former from `LEAST_BATCHES` on, as gaps of shorter ones are other gaps
     others        tpot, percentiles, the share of requests within a bound and that within every bound (attainment): by
                   product limit, in which requests that run count as far as they have come. None where too few ended
     within        a percentile's or a mean's bound too; of an output longer than the planned p99, the first part counts
@@ -31,6 +32,7 @@ from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound, is_deadline, percentile, quantities, share_of_requests, targets_of
 from exeplan.core.plan import Plan
 from exeplan.core.runs.estimators import (
+    LEAST_BATCHES,
     LEAST_GAPS,
     MOST_BLOCKS,
     ProductLimit,
@@ -43,6 +45,7 @@ from exeplan.core.runs.estimators import (
     total_of_blocks,
 )
 from exeplan.core.schedule import Figure
+from exeplan.policies import load_policy
 from exeplan.runner.ipc.messages import Stats
 from exeplan.workload.length_law import Ints
 
@@ -172,6 +175,8 @@ class Observed:
         self._bounds = bounds_of(plan)
         self._about = plan.bound.metric if plan.bound else "p99-requests"
         self.waiting = plan.arrival_rate is not None or plan.trace_arrivals
+        apart = load_policy(plan.schedule.policy).KEEPS_FINISHED_ROWS
+        self._least_reached = LEAST_BATCHES if apart else LEAST_GAPS
 
     @property
     def now(self) -> float:
@@ -278,7 +283,7 @@ class Observed:
     def _length_latency(self, seen: "_Requests", length: int) -> Figure | None:
         """The mean time to the token of this number; None where no request has come as far."""
         reached = seen.ended & (seen.tokens >= length)
-        if np.count_nonzero(reached) >= LEAST_GAPS:
+        if np.count_nonzero(reached) >= self._least_reached:
             return mean_of(seen.times("length", length)[reached], seen.lasts[reached], seen.window)
         blocks = [block for block in self._blocks if block.begins >= seen.window.closes - WINDOW_SECONDS]
         if not blocks or max(seen.tokens, default=0) < length:

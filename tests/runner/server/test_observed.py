@@ -144,6 +144,20 @@ def test_the_latency_at_a_length_comes_from_the_gaps_of_all(clock):
     assert (shown["num_observations"], shown["of"]) == (310, "gaps")
 
 
+def test_where_batches_do_not_overlap_the_longest_requests_alone_tell_the_latency(clock):
+    """A batch of short requests has faster passes than one with a long request."""
+    seen = observed(clock)
+    seen.adopt(replace(plan(), schedule=Schedule("static", {"batch_size": 4})))
+    seen.p99_output = 21
+    for number in range(12):
+        seconds, pace = (20.0, 1.0) if number % 4 == 3 else (5.0, 0.5)
+        run(seen, clock, str(number), until=clock.now + seconds, pace=pace)
+        seen.left(str(number))
+        finish(seen, first=0.0, last=seconds, output_tokens=1 + round(seconds / pace))
+    figure = seen.snapshot().evidence["latency"]
+    assert (figure.value, figure.num_observations, figure.of) == (pytest.approx(20.0), 3, "requests")
+
+
 def test_tokens_delivered_together_have_the_mean_gap(clock):
     one, many = observed(clock), observed(clock)
     one.p99_output = many.p99_output = 9

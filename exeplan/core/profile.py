@@ -391,9 +391,9 @@ def _check_values(profile: Profile, path: Path) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
             limit = "" if most == _LARGEST else f" and below {most:g}"
             raise InputError(f"{path}: {name} must be a number of at least 0{limit}, found {value!r}")
-    if profile.dtype not in DTYPE_BYTES:
+    if not isinstance(profile.dtype, str) or profile.dtype not in DTYPE_BYTES:
         raise InputError(f"{path}: dtype must be one of {', '.join(DTYPE_BYTES)}, found {profile.dtype!r}")
-    if profile.kv_dtype is not None and profile.kv_dtype not in DTYPE_BYTES:
+    if profile.kv_dtype is not None and (not isinstance(profile.kv_dtype, str) or profile.kv_dtype not in DTYPE_BYTES):
         raise InputError(f"{path}: kv_dtype must be one of {', '.join(DTYPE_BYTES)}, found {profile.kv_dtype!r}")
     if profile.routing is not None:
         _check_routing(profile, path)

@@ -21,6 +21,7 @@ from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problems.check_placement import check_devices, check_placement
 from exeplan.planner.problems.problem import Problem
 from exeplan.policies import check_schedule
+from exeplan.scheduling.largest_passes import with_finite_context
 from exeplan.workload.arrivals import Arrivals, trace_arrivals
 from exeplan.workload.deadlines import parse_deadlines
 from exeplan.workload.files import load_workload
@@ -322,5 +323,6 @@ def _from(plan: Path, reference: str, kind: str | None = None) -> str:
 
 
 def engine_blocks(plan: Plan, spec: ModelSpec) -> int:
-    """KV blocks for the engine: the plan's, or enough for 8 full contexts where a plan by hand sets none."""
-    return (plan.kv_cache_tokens or 8 * spec.max_context) // BLOCK_SIZE
+    """KV blocks for the engine: the plan's, or enough for 8 full contexts where a plan by hand sets none (of a model
+    without a limit on positions, 8 of those that GPUs keep memory for)."""
+    return (plan.kv_cache_tokens or 8 * with_finite_context(spec).max_context) // BLOCK_SIZE

@@ -75,6 +75,8 @@ def test_a_missing_field_is_named(path: Path, field: str) -> None:
         ("workspace_bytes", -1, "workspace_bytes must be a positive number, found -1"),
         ("dtype", "int4", "dtype must be one of float32, bfloat16, float16, fp8, found 'int4'"),
         ("dtype", None, "dtype must be one of float32, bfloat16, float16, fp8, found None"),
+        ("dtype", ["float32"], "dtype must be one of float32, bfloat16, float16, fp8, found ['float32']"),
+        ("kv_dtype", {}, "kv_dtype must be one of float32, bfloat16, float16, fp8, found {}"),
         ("device", "fast", "is not a profile"),
         ("device", {"name": "x"}, "is not a profile: "),
         ("model", [], "is not a profile"),

@@ -13,6 +13,7 @@ from exeplan.core.runs.metrics import RequestRecord, Requests, summarize
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule
 from exeplan.planner.problems.problem import Problem, check_sustained
 from exeplan.policies import load_policy, sampled_evenly
+from exeplan.scheduling.largest_passes import with_finite_context
 from exeplan.simulator.closed_form import SteadyState, steady_state
 from exeplan.simulator.rates.long_run import SlotQueue, in_the_long_run
 from exeplan.simulator.replay import replay
@@ -284,9 +285,12 @@ def _routed_requests(
 
 
 def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
-    """Tokens of KV cache for the engine: what the plan needs with slack, within the memory."""
+    """Tokens of KV cache for the engine: what the plan needs with slack and a request of the whole context, within the
+    memory. Where positions set no limit (T5) the context is the one that GPUs keep memory for, or the longest request.
+    """
+    context = max(with_finite_context(problem.profile.model).max_context, problem.workload.longest)
     needed = (
         steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK
-        + problem.cost.num_caches // problem.cost.num_ranks * problem.profile.model.max_context
+        + problem.cost.num_caches // problem.cost.num_ranks * context
     )
     return int(min(needed, problem.kv_capacity_tokens(schedule))) // BLOCK_SIZE * BLOCK_SIZE

@@ -19,6 +19,7 @@ from exeplan.planner.problems.replays import FullBatches
 from exeplan.planner.reports.placement_text import show_copies, show_group, show_placement
 from exeplan.planner.reports.tables import group_table, side_by_side, table
 from exeplan.policies import load_policy
+from exeplan.scheduling.largest_passes import with_finite_context
 from exeplan.simulator.memory import weight_bytes
 from exeplan.units import show_bytes, show_seconds
 
@@ -97,7 +98,21 @@ def headline(optimum: Optimum, problem: Problem) -> list[str]:
         *([f"  {workload.source}"] if workload.source else []),
         f"{show_bounds(problem.bounds)}: {show_copies(plan) if plan.more_replicas else plan.schedule}",
         *_placement_lines(optimum, problem),
+        *_cache_lines(optimum.plan, profile),
         *_routing_lines(optimum.plan, profile),
+    ]
+
+
+def _cache_lines(plan: Plan, profile: Profile) -> list[str]:
+    """What an engine on CPUs allocates when it starts, of which the figures count what is in use."""
+    tokens, model = plan.kv_cache_tokens, profile.model
+    if tokens is None or profile.device.kind != "cpu":
+        return []
+    size = show_bytes(tokens * model.kv_bytes_per_token(profile.kv_dtype or profile.dtype))
+    longest = min(with_finite_context(model).max_context, tokens)
+    each = " of each replica" if plan.num_replicas > 1 else ""
+    return [
+        f"KV cache{each}: {tokens:,} tokens, {size}; what is above the need lets in one request of {longest:,} tokens"
     ]
 
 

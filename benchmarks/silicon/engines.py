@@ -10,6 +10,7 @@ import numpy as np
 from benchmarks.silicon.rows import DEVICES, Prediction, Row
 from exeplan.arrays import Floats
 from exeplan.core.models.model import load_model_spec
+from exeplan.core.pass_memory import MEMORY_UTILIZATION
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Stage
 from exeplan.policies.interface import Cycle
@@ -112,7 +113,7 @@ def is_crowded(data: Path, row: Row, setting: Setting, memory_share: float) -> b
     """Whether requests would wait for KV blocks if an engine had only this share of the memory."""
     constants = replace(setting.constants, memory_share=memory_share)
     cost = _cost(data, row, constants)
-    room = kv_capacity_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
+    room = kv_capacity_tokens(cost.profile, cost.placement, MEMORY_UTILIZATION * cost.profile.device.memory_bytes)
     return room < row.concurrency * (row.input_tokens + row.output_tokens)
 
 

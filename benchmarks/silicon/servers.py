@@ -26,8 +26,8 @@ from benchmarks.lib.record import write_record
 from benchmarks.silicon.disaggregated import ROWS, DecodeRun, cost_of, read_decode_runs
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.cluster import load_cluster
+from exeplan.core.pass_memory import MEMORY_UTILIZATION
 from exeplan.core.schedule import Schedule, Sharding
-from exeplan.planner.problems.problem import MEMORY_UTILIZATION
 from exeplan.planner.problems.server_layouts import ServerLayout, server_placement
 from exeplan.planner.reports.tables import table
 from exeplan.simulator.cost import CostModel

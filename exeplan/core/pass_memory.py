@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from exeplan.core.models.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.schedule import Sharding
 
+MEMORY_UTILIZATION = 0.9
+"""Share of a GPU's memory that weights, KV cache and workspace may take where none is asked for."""
 GRAPHS_SHARE = 0.01
 """Of a GPU's memory, for the CUDA graphs of decode iterations without their logits, which are captured after the cache
 is allocated."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster
+from exeplan.core.pass_memory import MEMORY_UTILIZATION
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement
 from exeplan.planner.choice.optimize import resolve_policies
 from exeplan.planner.margins.margins import Risk
-from exeplan.planner.problems.problem import MEMORY_UTILIZATION, Problem, check_placement_memory, make_problem
+from exeplan.planner.problems.problem import Problem, check_placement_memory, make_problem
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.deadlines import Deadlines
 from exeplan.workload.workload import Workload

@@ -14,6 +14,7 @@ import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.correction import Correction
+from exeplan.core.pass_memory import MEMORY_UTILIZATION
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.profiler.calibration.serving_run import Prediction, ServingRun
@@ -98,7 +99,7 @@ def replayed_means(run: Run) -> Prediction:
 
 def replayed(cost: CostModel, row: ServingRun, options: EngineOptions, per_client: int | None = None) -> Run:
     """The run's requests, or `per_client` of each client, by the engine's policy."""
-    room = kv_capacity_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
+    room = kv_capacity_tokens(cost.profile, cost.placement, MEMORY_UTILIZATION * cost.profile.device.memory_bytes)
     admitted = row.input_tokens + options.reserved * row.output_tokens
     slots = max(1, min(row.concurrency - options.idle_slots, int(room / admitted)))
     draw, count = np.random.default_rng(_SEED), _num_requests(row, per_client)

@@ -17,9 +17,9 @@ A datasheet's sums inside a node are NCCL's. Engines sum small tensors by kernel
 they are faster: S bytes over t devices take one launch and (t - 1) S over the link where every device reads all others
 (one shot), or two and a half launches and 2 (t - 1) / t S where each sums a part and reads the others' (two shots).
 
-Of the memory of an engine only `memory_share` goes to weights, keys and values. The shipped ones
-(`plans/engines/*.yaml`) come from `benchmarks/silicon/`. A file may also state which layouts of a mixture of experts
-the engine runs:
+Of the memory of a device `memory_share` goes to weights, keys and values, and the rest of what an engine may use
+(`MEMORY_UTILIZATION`) to its passes. The shipped ones (`plans/engines/*.yaml`) come from `benchmarks/silicon/`. A file
+may also state which layouts of a mixture of experts the engine runs:
 
     data_parallel_attention    any: ranks of any tensor-parallel degree; whole: each device a rank, or all together
     expert_parallel            whole: all devices hold whole experts, or each a part of every one
@@ -47,6 +47,7 @@ from typing import Any
 import numpy as np
 
 from exeplan.core.models.model import ModelSpec
+from exeplan.core.pass_memory import MEMORY_UTILIZATION
 from exeplan.core.plan import schedule_from
 from exeplan.core.profile import Device, Measurement, Profile
 from exeplan.core.schedule import Sharding
@@ -214,7 +215,7 @@ def with_engine(profile: Profile, engine: EngineConstants) -> Profile:
     return replace(
         profile,
         measurements=(*rows, *_overheads(engine)),
-        workspace_bytes=max(1, round((1 - engine.memory_share) * profile.device.memory_bytes)),
+        workspace_bytes=max(1, round((MEMORY_UTILIZATION - engine.memory_share) * profile.device.memory_bytes)),
         runtime_bytes=None,
         source=f"{profile.source} with {engine.name}",
     )

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from exeplan.core.models.model import ModelSpec, model_spec
+from exeplan.core.pass_memory import MEMORY_UTILIZATION
 from exeplan.core.plan import Plan
 from exeplan.core.profile import ReferencePass, load_profile
 from exeplan.core.schedule import needs_other_engine
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
-from exeplan.planner.problems.problem import MEMORY_UTILIZATION
 from exeplan.progress import OnProgress, Progress, no_progress, note
 from exeplan.runner.ipc.messages import EngineOptions, EngineSetup, ModelSource, RaySetup
 

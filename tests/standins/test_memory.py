@@ -17,11 +17,10 @@ import torch
 import exeplan
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.models.model import ModelSpec, load_model_spec
-from exeplan.core.pass_memory import GRAPHS_SHARE
+from exeplan.core.pass_memory import GRAPHS_SHARE, MEMORY_UTILIZATION
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
-from exeplan.planner.problems.problem import MEMORY_UTILIZATION
 from exeplan.policies import pass_limits
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
 from exeplan.profiler.measuring.memory import runtime_bytes

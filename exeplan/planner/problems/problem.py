@@ -19,6 +19,7 @@ from exeplan.core.bounds import (
     worst,
 )
 from exeplan.core.cluster import Cluster
+from exeplan.core.pass_memory import MEMORY_UTILIZATION
 from exeplan.core.profile import Profile
 from exeplan.core.queue_order import ORDERS
 from exeplan.core.schedule import ROUTERS, Estimate, Placement, Schedule, Sharding, num_devices, single_stage
@@ -35,8 +36,6 @@ from exeplan.units import show_bytes
 from exeplan.workload.arrivals import Arrivals, Wait, with_spare_places
 from exeplan.workload.workload import Workload
 
-MEMORY_UTILIZATION = 0.9
-"""Share of the device's memory that weights, KV cache and workspace may take."""
 _LIMIT_COSTS = 0.005
 """Share of the throughput that a limit on the tokens of a pass may cost, where it is not what is asked for."""
 _BATCH_SIZES = 12

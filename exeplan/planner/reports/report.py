@@ -111,9 +111,7 @@ def _cache_lines(plan: Plan, profile: Profile) -> list[str]:
     size = show_bytes(tokens * model.kv_bytes_per_token(profile.kv_dtype or profile.dtype))
     longest = min(with_finite_context(model).max_context, tokens)
     each = " of each replica" if plan.num_replicas > 1 else ""
-    return [
-        f"KV cache{each}: {tokens:,} tokens, {size}; what is above the need lets in one request of {longest:,} tokens"
-    ]
+    return [f"KV cache{each}: {tokens:,} tokens, {size}, with room for a request of {longest:,} tokens"]
 
 
 def stall_lines(optimum: Optimum, problem: Problem) -> list[str]:

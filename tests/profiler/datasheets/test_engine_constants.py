@@ -11,6 +11,7 @@ import pytest
 from exeplan.api import datasheet_profile
 from exeplan.cli import main
 from exeplan.core.batch import Batch, SequenceState
+from exeplan.core.pass_memory import MEMORY_UTILIZATION
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
@@ -18,7 +19,7 @@ from exeplan.files import shipped, shipped_names
 from exeplan.profiler.datasheets.engine_constants import EngineConstants, load_engine, with_engine
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.memory import kv_capacity_tokens
+from exeplan.simulator.memory import kv_capacity_tokens, weight_bytes
 from exeplan.workload.workload import Workload
 
 NEUTRAL = EngineConstants(
@@ -82,14 +83,14 @@ def test_the_host_takes_its_time_for_each_row_and_nothing_else(profile: Profile)
         assert cost.prefill_overhead.at(count) == pytest.approx(count * 30 * US)
 
 
-def test_only_a_share_of_the_memory_is_given_out(profile: Profile) -> None:
+@pytest.mark.parametrize("share", [0.85, 0.6])
+def test_weights_and_tokens_take_the_share_of_the_memory(profile: Profile, share: float) -> None:
+    """Of the whole device, where the plan may use as much of it as plans do."""
     placement = (Stage(devices=(0,), layers=(0, profile.model.num_layers)),)
-    room = [
-        kv_capacity_tokens(with_engine(profile, replace(NEUTRAL, memory_share=share)), placement, 8 << 30)
-        for share in (1.0, 0.75)
-    ]
-    per_token = profile.model.kv_bytes_per_token(profile.dtype)
-    assert room[0] - room[1] == pytest.approx((2 << 30) / per_token, rel=1e-6)
+    changed = with_engine(profile, replace(NEUTRAL, memory_share=share))
+    room = kv_capacity_tokens(changed, placement, MEMORY_UTILIZATION * profile.device.memory_bytes)
+    kept = room * profile.model.kv_bytes_per_token(profile.dtype) + weight_bytes(changed, placement, 0)
+    assert kept == pytest.approx(share * profile.device.memory_bytes, rel=1e-6)
 
 
 def test_the_closed_form_times_passes_with_prompts_by_their_own_rows(profile: Profile) -> None:

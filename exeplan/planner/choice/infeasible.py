@@ -149,9 +149,17 @@ def _floor(problem: Problem, bound: Bound, length: int) -> str:
     on = quantities(bound)
     if on[0] == "ttft":
         return f"the floor is the prefill of a single request, {problem.workload.mean_input:.0f} tokens on average"
-    shard = cost.shards[min(cost.shards)]
-    layer = float(shard.rest["decode"](1.0) + shard.decode_attention(1.0, problem.workload.mean_input + length / 2))
-    around = float(shard.embed(1.0) + shard.head(1.0) + cost.overhead(1.0))
+    stages = [stage for stage in cost.placement if stage.phase != "prefill"]
+    context = problem.workload.mean_input + length / 2
+    seconds = 0.0
+    for stage in stages:
+        shard = cost.shards[stage.sharding]
+        seconds += (stage.layers[1] - stage.layers[0]) * float(
+            shard.rest["decode"](1.0) + shard.decode_attention(1.0, context)
+        )
+    ends = [cost.shards[stage.sharding] for stage in (stages[0], stages[-1])]
+    layer = seconds / sum(stage.layers[1] - stage.layers[0] for stage in stages)
+    around = float(ends[0].embed(1.0) + ends[1].head(1.0) + cost.overhead(1.0))
     times = "" if on[0] == "tpot" else f", {length} times"
     return (
         f"the floor is one request alone, {layers} layers at {show_seconds(layer)} and {show_seconds(around)} around "

@@ -172,13 +172,14 @@ def _completed(error: Infeasible, advice: str) -> Infeasible:
 
 
 def _suffices(found: Tried, words: str, whole: Cluster) -> str:
-    """With the requests/s of its replay; at a rate with those of full batches, above which its queue would grow."""
+    """With the requests/s of its replay, which at a rate are those that are asked for."""
     assert found.optimum is not None
     plan = found.optimum.plan
-    full = found.optimum.full
-    most = f"up to {full.throughput:.3g}" if full else f"{_most(plan):.3g}"
-    sentence = f"{found.num_gpus} GPUs {words}, by {show_copies(plan)} at {most} requests/s"
-    return f"{sentence}{_beyond_file(found.num_gpus, whole)}"
+    arrives = plan.arrival_rate is not None or plan.trace_arrivals
+    most = (
+        "" if arrives and most_rate(plan) is None else f" at {'up to ' if arrives else ''}{_most(plan):.3g} requests/s"
+    )
+    return f"{found.num_gpus} GPUs {words}, by {show_copies(plan)}{most}{_beyond_file(found.num_gpus, whole)}"
 
 
 def _beyond_file(num_gpus: int, whole: Cluster) -> str:

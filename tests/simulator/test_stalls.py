@@ -139,10 +139,19 @@ def test_a_stall_that_readers_notice_is_told_where_nothing_bounds_it(profile: Pr
     slow = replace(profile, measurements=tuple(replace(row, seconds=100 * row.seconds) for row in profile.measurements))
     problem = asked(slow)
     lines = stall_lines(optimize(problem, policies=("orca",)), problem)
-    assert lines[0].startswith("longest stall of a stream: at most")
+    assert lines[0].startswith("longest stall of a stream by passes: at most")
+    assert lines[0].endswith(" in the replay")
     assert "give --itl or --tpot" in lines[1]
     bounded = asked(slow, Bound(seconds=20.0, metric=MAX_ITL))
     assert len(stall_lines(optimize(bounded, policies=("orca",)), bounded)) == 1
+
+
+def test_a_longer_gap_of_the_replay_is_explained(profile: Profile) -> None:
+    optimum = optimize(asked(profile), policies=("orca",))
+    assert stall_lines(optimum, asked(profile))[0].endswith(" in the replay")
+    shorter = {**optimum.plan.longest_stall, "seconds": optimum.run.requests.times.longest_gap() / 2}
+    optimum = replace(optimum, plan=replace(optimum.plan, longest_stall=shorter))
+    assert "in the replay, with waits for a place to decode" in stall_lines(optimum, asked(profile))[0]
 
 
 def test_a_limit_below_the_slots_is_refused() -> None:

@@ -18,7 +18,7 @@ from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.choice.pipelines import Effort
 from exeplan.planner.load_problem import load_plan
-from exeplan.planner.problems.headroom import rate_headroom, with_headroom
+from exeplan.planner.problems.headroom import drift_headroom, rate_headroom, with_headroom
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.problems.replays import replay_estimate
 from exeplan.workload.arrivals import Arrivals, residents, trace_arrivals
@@ -184,6 +184,21 @@ def test_the_bounds_hold_up_to_the_rate_headroom_and_break_above(profile: Profil
     assert keeps(headroom)
     assert not keeps(headroom + 4 / 1024)
     assert rate_headroom(asked(profile, LAW, bound=0.15), schedule) is None
+
+
+def test_with_a_margin_the_headroom_is_that_of_bounds_tighter_by_it(profile: Profile) -> None:
+    """A plan of one group, whose replay is the closed form itself."""
+    problem = asked(profile, LAW, rate=40.0, bound=0.15)
+    plan = optimize(problem, policies=("orca",), effort=WITHOUT_REPORT).plan
+    plan = replace(plan, replay=problem.estimate(plan.schedule))
+    tighter = replace(problem, bound=replace(problem.bound, seconds=problem.bound.seconds / 1.2))
+    promised = with_headroom(replace(plan, promise={"margin": {problem.bound.metric: 0.2}}), [problem])
+    assert promised.rate_headroom == rate_headroom(tighter, plan.schedule)
+    assert promised.drift_headroom == drift_headroom(tighter, plan.schedule)
+    without = with_headroom(plan, [problem])
+    assert without.rate_headroom is not None
+    assert promised.rate_headroom is not None
+    assert promised.rate_headroom < without.rate_headroom
 
 
 def test_at_a_rate_the_schedule_with_the_most_headroom_is_taken(profile: Profile) -> None:

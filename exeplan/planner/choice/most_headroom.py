@@ -64,7 +64,10 @@ def _headroom(pipelines: Pipelines, key: Key) -> float:
     assert found.schedule is not None
     assert found.placement is not None
     placed = placed_at(pipelines.parts[key[0]], found.placement)
-    headroom = rate_headroom(as_replayed(placed, found.schedule, pipelines.told(key)), found.schedule) or 0.0
+    known = pipelines.proofs[key].margin if key in pipelines.proofs else pipelines.margin
+    margin = known.promise(placed.bounds)["margin"] if known else {}
+    placed = as_replayed(placed, found.schedule, pipelines.told(key), margin=margin)
+    headroom = rate_headroom(placed, found.schedule) or 0.0
     if key in pipelines.proofs:
         pipelines.rate_headrooms[key] = headroom
     return headroom

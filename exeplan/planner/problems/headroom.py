@@ -1,11 +1,12 @@
 """Headroom: by how much output lengths or the arrival rate may rise before a plan breaks a bound, by the closed form.
 
 Where requests arrive, its bounds are scaled by what its figures are to those of the replay: at the rate itself both say
-the same. Of the arrivals of a trace it takes those of a Poisson stream.
+the same. With a margin that is promised the bounds hold up to there with it, so that a plan for more is not refused.
+Of the arrivals of a trace it takes those of a Poisson stream.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from exeplan.core.bounds import scaled, values_of
@@ -25,11 +26,13 @@ def with_headroom(plan: Plan, alone: Sequence[Problem], *, rate: float | None = 
 
     Where requests arrive, the plan has its replay already.
     """
+    promises = [plan.promise, *plan.promise.get("more_groups", ())]
+    margins = [one.get("margin", {}) for one in promises] * (1 if len(promises) > 1 else len(plan.groups))
 
     def least(headroom: Callable[[Problem, Schedule], float | None]) -> float | None:
         found = [
-            headroom(as_replayed(one, group.schedule, plan.replay), group.schedule)
-            for one, group in zip(alone, plan.groups, strict=True)
+            headroom(as_replayed(one, group.schedule, plan.replay, margin=margin), group.schedule)
+            for one, group, margin in zip(alone, plan.groups, margins, strict=True)
         ]
         return min((value for value in found if value is not None), default=None)
 
@@ -71,8 +74,12 @@ def rate_headroom(problem: Problem, schedule: Schedule) -> float | None:
     return _headroom(filled)
 
 
-def as_replayed(problem: Problem, schedule: Schedule, replayed: Estimate | None) -> Problem:
-    """The problem with bounds that the closed form uses as far as the replay uses those asked for."""
+def as_replayed(
+    problem: Problem, schedule: Schedule, replayed: Estimate | None, *, margin: Mapping[str, float]
+) -> Problem:
+    """The problem with bounds that the closed form uses as far as the replay uses those asked for, less the `margin` by
+    metric."""
+    problem = problem.held_to(scaled(problem.bounds, [1 / (1 + margin.get(b.metric, 0.0)) for b in problem.bounds]))
     if problem.arrivals is None or replayed is None:
         return problem
     pairs = zip(values_of(problem.bounds, problem.estimate(schedule)), values_of(problem.bounds, replayed), strict=True)

@@ -23,6 +23,7 @@ from exeplan.scheduling.largest_passes import with_finite_context
 from exeplan.simulator.memory import weight_bytes
 from exeplan.units import show_bytes, show_seconds
 
+_PLACES = "a place to decode or room in the KV cache"
 _NOTICED = 1.0
 """Seconds between two tokens from which a reader takes a stream for stuck."""
 OF_REPLAYS = "all figures are of replays"
@@ -122,9 +123,11 @@ def stall_lines(optimum: Optimum, problem: Problem) -> list[str]:
     prompts, tokens = stall["num_prompts"], stall["num_tokens"]
     several = "s" if prompts != 1 else ""
     by = f"a prefill of {prompts} prompt{several}, {tokens} tokens" if prompts else "a decode pass of all streams"
-    seen = show_seconds(optimum.run.requests.times.longest_gap())
-    seconds = show_seconds(stall["seconds"])
-    lines = [f"longest stall of a stream: at most {seconds} ({by}); {seen} in the replay"]
+    seen, seconds = optimum.run.requests.times.longest_gap(), show_seconds(stall["seconds"])
+    waits = f", with waits for {_PLACES} that it leaves out" if seen > 1.001 * stall["seconds"] else ""
+    lines = [
+        f"longest stall of a stream by passes: at most {seconds} ({by}); {show_seconds(seen)} in the replay{waits}"
+    ]
     if problem.bounds_gaps:
         return lines
     pace = problem.tpot_bound
@@ -343,8 +346,8 @@ def _rate_lines(problem: Problem, plan: Plan) -> list[str]:
     return [
         f"arrivals: {problem.arrivals}; times count from the arrival, the wait for a slot included; {OF_REPLAYS}",
         *([f"all {plan.num_replicas} replicas are replayed behind the router"] if plan.num_replicas > 1 else []),
-        f"rate headroom: the bounds hold until the rate is {more:.0f} % higher, by the closed form, scaled to the "
-        "replay",
+        f"rate headroom: the bounds hold{_with_margin(plan)} until the rate is {more:.0f} % higher, by the closed "
+        "form, scaled to the replay",
     ]
 
 
@@ -352,7 +355,12 @@ def _headroom_lines(problem: Problem, plan: Plan) -> list[str]:
     if plan.drift_headroom is None:
         return []
     hold = "bounds hold" if problem.more_bounds else "bound holds"
-    return [f"drift headroom: the {hold} until outputs are {100 * plan.drift_headroom:.0f} % longer"]
+    more = 100 * plan.drift_headroom
+    return [f"drift headroom: the {hold}{_with_margin(plan)} until outputs are {more:.0f} % longer"]
+
+
+def _with_margin(plan: Plan) -> str:
+    return " with the margin below" if plan.promise else ""
 
 
 def _risk_lines(plan: Plan) -> list[str]:

@@ -26,6 +26,7 @@ from exeplan.core.models.model_config import (
 )
 from exeplan.core.models.quantization import Quantization, quantization_of
 from exeplan.core.models.sparse_layers import (
+    RUN_DENSE,
     RUN_SPARSE,
     Experts,
     LatentAttention,
@@ -134,9 +135,9 @@ class ModelSpec:
 
     @property
     def is_only_planned(self) -> bool:
-        """Whether the engine here has no such layers; other engines may."""
-        sparse = (self.experts or self.latent) and self.family not in RUN_SPARSE
-        return bool(sparse or self.is_multimodal)
+        """Whether the engine here does not run the family; other engines may."""
+        runs = RUN_SPARSE if self.experts or self.latent else RUN_DENSE + RUN_SPARSE
+        return self.family not in runs or self.is_multimodal
 
     def has_experts(self, layer: int) -> bool:
         """Whether this decoder layer has experts instead of one feed-forward block."""
@@ -266,6 +267,12 @@ def shipped_twin(spec: ModelSpec) -> str:
 def hub_ids(name: str) -> tuple[str, ...]:
     """The ids of the Hub that have a shipped model's sizes."""
     return tuple(_shipped(name)[1])
+
+
+def quantized_id(name: str) -> str | None:
+    """The first id of the Hub that has a shipped model's weights quantized; None of other models."""
+    ids = _shipped(name)[1] if name in shipped_names("models") else {}
+    return next((hub_id for hub_id, method in ids.items() if method), None)
 
 
 def _shipped(name: str) -> tuple[Mapping[str, Any], Mapping[str, str | None]]:

@@ -21,6 +21,8 @@ from exeplan.errors import InputError, shown
 
 RUN_SPARSE = ("deepseek_v2", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 """Families of such layers that the engine runs (`runner/models`)."""
+RUN_DENSE = ("gpt2", "llama", "marian", "mistral", "opt", "qwen2", "qwen3", "t5")
+"""Families of other layers that it runs."""
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")

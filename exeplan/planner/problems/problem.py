@@ -19,6 +19,7 @@ from exeplan.core.bounds import (
     worst,
 )
 from exeplan.core.cluster import Cluster
+from exeplan.core.models.model import quantized_id
 from exeplan.core.pass_memory import MEMORY_UTILIZATION
 from exeplan.core.profile import Profile
 from exeplan.core.queue_order import ORDERS
@@ -416,6 +417,8 @@ def check_cluster_memory(profile: Profile, cluster: Cluster, available: float, l
         number, per_node = math.ceil(weights / room), cluster.gpus_per_node
         number = number if number <= per_node else math.ceil(number / per_node) * per_node
         enough = f"{number} of these GPUs suffice"
+    if (quantized := quantized_id(profile.model.name)) and profile.model.quantization is None:
+        enough += f"; {quantized} has smaller weights (--model {quantized})"
     raise Infeasible(
         f"{profile.model.name} does not fit cluster {cluster.name}: each of its {cluster.num_gpus} GPUs lacks "
         f"{show_bytes(short)} in addition to its {show_bytes(available)} for weights, workspace and one request of "

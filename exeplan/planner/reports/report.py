@@ -250,7 +250,8 @@ def _placement_lines(optimum: Optimum, problem: Problem) -> list[str]:
         places = [f"{where}, {plan.num_replicas} replicas{_idle(plan)}; router {plan.router}"]
         places += [f"  {show_group(group)}" for group in plan.groups]
     used = f"at most {show_bytes(plan.estimate.memory_bytes_per_gpu)}"
-    if optimum.full:
+    # The replay's is its most at any time, that of full batches their mean.
+    if optimum.full and optimum.full.memory_bytes_per_gpu > plan.estimate.memory_bytes_per_gpu:
         used += f" at this rate, {show_bytes(optimum.full.memory_bytes_per_gpu)} with full batches,"
     return [
         *places,

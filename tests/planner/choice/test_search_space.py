@@ -220,6 +220,14 @@ def test_a_model_too_large_names_the_shortfall_and_the_cluster_that_would_do() -
         asked(profile_of("gpt3-341b"), A40.part(8), 100.0)
 
 
+def test_a_model_that_does_not_fit_is_refused_with_its_checkpoint_of_smaller_weights() -> None:
+    cluster = load_cluster("h200").part(8)
+    sheet = with_links(load_datasheet("h200-141gb"), cluster)
+    profile = profile_from_datasheet(load_model_spec("deepseek-v3"), sheet, dtype="bfloat16")
+    with pytest.raises(Infeasible, match="deepseek-ai/DeepSeek-V3 has smaller weights"):
+        asked(profile, cluster, 10.0)
+
+
 def test_encoder_and_decoder_layers_are_apart_where_some_stages_only_prefill(t5: Profile) -> None:
     problem = asked(t5, A40.part(4), 10.0)
     placement = next(variants(problem, load_policy("waa-c"))).problem.cost.placement

@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.models.model import load_model_spec, model_spec
-from exeplan.core.models.sparse_layers import RUN_SPARSE
+from exeplan.core.models.sparse_layers import RUN_DENSE, RUN_SPARSE
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.blocks import experts
@@ -57,7 +57,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_families_that_run_are_those_of_the_engine():
-    assert set(RUN_SPARSE) == set(SPARSE) <= set(family_names())
+    assert set(RUN_SPARSE) == set(SPARSE)
+    assert sorted(RUN_DENSE + RUN_SPARSE) == family_names()
     assert set(CPU_ONLY) <= set(RUN_SPARSE)
 
 

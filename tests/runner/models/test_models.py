@@ -281,7 +281,7 @@ def test_a_tied_head_is_counted_twice_only_where_it_is_packed():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma"}, "no model family 'gemma'; there are deepseek_v2, gpt2, gpt_oss, llama, "),
+        ({"model_type": "gemma"}, "no model family 'gemma' is run; there are deepseek_v2, gpt2, gpt_oss, llama, "),
         ({"num_experts": 8, "num_experts_per_tok": 2}, "'tiny' of the family llama has experts, which is run only of "),
         ({"quantization_config": {"quant_method": "hqq"}}, "'tiny' is quantized by hqq"),
         ({"vision_config": {}}, "'tiny' is multimodal, and only its part for text can be planned; it cannot be run"),

@@ -98,8 +98,8 @@ def _family(spec: ModelSpec) -> ModuleType:
         )
     if spec.family not in families:
         raise InputError(
-            f"no model family '{spec.family}' is run; there are {', '.join(sorted(families))}; '{spec.name}' is planned "
-            "by datasheet (`exeplan profile --datasheet`), for other engines"
+            f"no model family '{spec.family}' is run; there are {', '.join(sorted(families))}; '{spec.name}' is "
+            "planned by datasheet (`exeplan profile --datasheet`), for other engines"
         )
     if spec.is_multimodal:
         raise InputError(f"'{spec.name}' is multimodal, and only its part for text can be planned; it cannot be run")

@@ -128,7 +128,9 @@ def candidate(
         if known is not None and not without:
             known[key] = at_least, found
     if found is None:
-        refusal = f"{policy} cannot be placed"
+        apart = load_policy(policy).SEPARATE_STAGES
+        why = "needs devices that prefill and others that decode, each of them with room" if apart else "has no layout"
+        refusal = f"{policy} {why} for the model"
         return Candidate(policy=policy, schedule=None, placement=None, estimate=None, search=None, refusal=refusal)
     result, placement = found
     if before is not None:

@@ -6,6 +6,7 @@ Not here: SentencePiece's tokenizer.model; transformers writes a tokenizer.json 
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from exeplan.core.models.model import ModelSpec
 from exeplan.errors import InputError
 from exeplan.files import read_json, read_text
 from exeplan.runner.engine.chat_template import ChatTemplate, find_chat_template
-from exeplan.runner.engine.text_stream import TextStream
+from exeplan.runner.engine.text_stream import BROKEN, TextStream
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -34,6 +35,19 @@ _PLAIN_CHAT = (
 """Of shipped models, which have no weights: for trying the server."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _NO_TOKENS: Mapping[str, str] = MappingProxyType({})
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""A byte of a character that a vocabulary of SentencePiece lacks."""
+
+
+def _byte_of() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a character: the visible ones of Latin-1 as themselves, the others, in their
+    order, as those from U+0100 on (GPT-2)."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of()
 
 
 class Codec(Protocol):
@@ -49,6 +63,9 @@ class Codec(Protocol):
         """`special` adds the model's special tokens, such as a beginning-of-sequence token."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What a token that stands for bytes adds to a text; None for one that stands for characters."""
 
     @property
     def special_token_ids(self) -> Mapping[str, int]:
@@ -132,6 +149,12 @@ class Tokenizer:
         once, twice = (self.codec.decode([token_id] * count, skip_special=False) for count in (1, 2))
         return twice[len(once) :]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 of `token_text`; of a token with a part of a character the bytes that it really has."""
+        text = self.token_text(token_id)
+        found = self.codec.token_bytes(token_id) if self.codec and BROKEN in text else None
+        return text.encode() if found is None else found
+
     def stream(
         self, prompt_token_ids: Sequence[int], stops: Sequence[str] = (), *, shown: Sequence[int] = ()
     ) -> TextStream | None:
@@ -196,8 +219,10 @@ class ByteCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         hidden = (self.bos_token_id, self.eos_token_id) if skip_special else ()
-        parts = (bytes([i]) if i < 256 else b"<%d>" % i for i in token_ids if i not in hidden)
-        return b"".join(parts).decode(errors="replace")
+        return b"".join(self.token_bytes(i) for i in token_ids if i not in hidden).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b"<%d>" % token_id
 
     def for_structures(self, vocab_size: int, ends: list[int]) -> "LLTokenizer":
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -210,7 +235,7 @@ class _ByteVocabulary:
 
     def __init__(self, size: int, ends: list[int]) -> None:
         self.bos_token_id, self.eos_token_id = ByteCodec.bos_token_id, ends[0]
-        self.tokens = [bytes([i]) if i < 256 else b"<%d>" % i for i in range(size)]
+        self.tokens = [ByteCodec().token_bytes(i) for i in range(size)]
         self.special_token_ids = sorted({*range(256, size), *ends})
 
     def __call__(self, text: bytes) -> list[int]:
@@ -244,6 +269,17 @@ class FileCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return None
+        kinds = {step["type"] for step in self._steps}
+        if "ByteFallback" in kinds and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        if "ByteLevel" in kinds and all(char in _BYTE_OF for char in token):
+            return bytes(_BYTE_OF[char] for char in token)
+        return None
 
     def for_structures(self, vocab_size: int, ends: list[int]) -> "LLTokenizer":
         from llguidance import LLTokenizer

@@ -87,6 +87,7 @@ class ChatToken(TypedDict):
     token: str
     logprob: float
     bytes: list[int]
+    """Those of the tokens of a character together are its UTF-8; `token` has U+FFFD for each part."""
 
 
 class ChatSampledToken(ChatToken):
@@ -439,5 +440,5 @@ class ChatBuilder(ResponseBuilder):
         return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
 
     def _token(self, token_id: int, logprob: float) -> ChatToken:
-        text = self._texts.text(token_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+        text, utf8 = self._texts.text(token_id), self._texts.utf8(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(utf8)}

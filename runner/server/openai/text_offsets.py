@@ -22,6 +22,8 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self.text = lru_cache(_KEPT)(tokenizer.token_text)
         """Of one token, as within a text; a special one by its name."""
+        self.utf8 = lru_cache(_KEPT)(tokenizer.token_bytes)
+        """Of one token, whose text may have only a part of a character."""
         self.is_hidden = lru_cache(_KEPT)(self._is_hidden)
         """Whether a token is none of an output's text."""
 

@@ -330,6 +330,26 @@ def test_a_token_reads_as_within_a_text(both):
     assert tokenizer.token_text(theirs.eos_token_id) == "</s>"
 
 
+@unhurried
+@given(text=st.text(st.sampled_from("ab 你🙂é\n\u0301"), max_size=30))
+def test_the_bytes_of_tokens_together_are_their_text(both, text):
+    for tokenizer in (both[0], SHIPPED):
+        found = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text, special=False)))
+        assert found.decode() == " " * (tokenizer.drops_first_space and text != "") + text
+
+
+def test_a_token_that_is_no_part_of_a_character_has_the_bytes_of_its_text(both):
+    tokenizer, theirs = both
+    assert tokenizer.token_bytes(theirs.eos_token_id) == b"</s>"
+    assert (SHIPPED.token_bytes(0xE6), SHIPPED.token_bytes(257), SHIPPED.token_bytes(280)) == (
+        b"\xe6",
+        b"<257>",
+        b"<280>",
+    )
+    unknown = HuggingFaceTokenizer(models.WordLevel({"a": 0, "\ufffd": 1}, unk_token="a"))
+    assert Tokenizer(FileCodec(unknown, None)).token_bytes(1) == " \ufffd".encode()
+
+
 def test_a_text_that_the_library_refuses_is_an_input_error():
     broken = HuggingFaceTokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))  # Which it does not have.
     with pytest.raises(InputError, match="the model's tokenizer does not take this text"):

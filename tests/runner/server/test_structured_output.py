@@ -53,6 +53,19 @@ def test_a_stream_brings_the_same_json(client: openai.OpenAI) -> None:
     assert "".join(pieces) == chat(client, response_format=AS_PERSON).choices[0].message.content
 
 
+def test_log_probabilities_have_the_bytes_of_characters_in_pieces(client: openai.OpenAI) -> None:
+    """The tokenizer has no token of a whole kanji, so that three tokens have a third of it each."""
+    fields: dict[str, Any] = {"extra_body": {"guided_choice": ["日"]}, "logprobs": True, "top_logprobs": 20}
+    content = chat(client, **fields).choices[0].logprobs.content
+    chunks = [chunk.choices[0].logprobs.content for chunk in chat(client, stream=True, **fields)]
+    for found in (content, [token for chunk in chunks for token in chunk]):
+        assert [token.token for token in found] == ["\ufffd"] * 3 + ["<|end|>"]
+        assert [token.bytes for token in found] == [[0xE6], [0x97], [0xA5], [*b"<|end|>"]]
+        tops = [top for token in found for top in token.top_logprobs if top.token == "\ufffd"]
+        assert tops
+        assert not any(bytes(top.bytes) == "\ufffd".encode() for top in tops)
+
+
 class Leg(BaseModel):
     """A part of a journey."""
 

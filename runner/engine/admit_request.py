@@ -98,13 +98,20 @@ def check_prompt_length(spec: ModelSpec, num_prompt_tokens: int) -> None:
 
 def _max_output_tokens(spec: ModelSpec, num_prompt_tokens: int, max_tokens: int | None, num_slots: int) -> int:
     """For a prompt that fits."""
-    context = spec.max_context
-    rest = context - num_prompt_tokens if spec.first_token_from_prefill else context
     if max_tokens is None:
-        return max(min(rest, num_slots - num_prompt_tokens), 1)
-    if max_tokens > rest:
+        return num_fitting(spec, num_prompt_tokens, num_slots)
+    if max_tokens > (rest := _rest_of_context(spec, num_prompt_tokens)):
         raise InputError(
             f"max_tokens {max_tokens} after a prompt of {num_prompt_tokens} tokens exceeds the context "
-            f"of {context}; at most {rest} fit"
+            f"of {spec.max_context}; at most {rest} fit"
         )
     return max_tokens
+
+
+def num_fitting(spec: ModelSpec, num_prompt_tokens: int, num_slots: int) -> int:
+    """The most output tokens after a prompt that fits."""
+    return max(min(_rest_of_context(spec, num_prompt_tokens), num_slots - num_prompt_tokens), 1)
+
+
+def _rest_of_context(spec: ModelSpec, num_prompt_tokens: int) -> int:
+    return spec.max_context - num_prompt_tokens if spec.first_token_from_prefill else spec.max_context

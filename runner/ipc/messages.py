@@ -510,6 +510,8 @@ class Generate(Message, frozen=True):
     weight: float
     tools: ToolFormat | None = None
     """None where an output is text only."""
+    limit_is_default: bool = False
+    """Whether max_tokens is lowered to what fits."""
 
 
 class TokensRead(Message, frozen=True):

@@ -14,10 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace as with_fields
+
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.drift import state as drift_state
+from exeplan.runner.engine.admit_request import num_fitting
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.build import model_source
 from exeplan.runner.engine_process.client import EngineClient
@@ -31,6 +34,7 @@ from exeplan.runner.ipc.messages import (
     ReaderSetup,
     ReadGeneration,
     ReadTokenize,
+    Sampling,
     Stats,
     TextRead,
     TokensRead,
@@ -198,7 +202,12 @@ class Service:
     @property
     def max_context(self) -> int:
         """Tokens of a prompt and its output; not before the engine is ready."""
-        return min(self.spec.max_context, self.engine.num_blocks * BLOCK_SIZE)
+        return min(self.spec.max_context, self._num_slots)
+
+    @property
+    def _num_slots(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.engine.num_blocks * BLOCK_SIZE
 
     @property
     def retry_after(self) -> int:
@@ -345,7 +354,7 @@ class Service:
         prompts = [
             Prompt(
                 prompt_token_ids=token_ids,
-                sampling=request.sampling,
+                sampling=self._sampling(request, len(token_ids)),
                 n=request.n,
                 deadline=request.deadline,
                 weight=request.weight,
@@ -353,6 +362,14 @@ class Service:
             for token_ids in request.prompts
         ]
         self.engine.submit(job, prompts, stream=request.stream)
+
+    def _sampling(self, request: Generate, num_prompt_tokens: int) -> Sampling:
+        """Of one of its prompts: a max_tokens that is not the client's is lowered to what fits, and left out where
+        min_tokens does not fit, which the engine refuses."""
+        sampling, fitting = request.sampling, num_fitting(self.spec, num_prompt_tokens, self._num_slots)
+        if not request.limit_is_default or sampling.max_tokens is None or sampling.max_tokens <= fitting:
+            return sampling
+        return with_fields(sampling, max_tokens=fitting if sampling.min_tokens <= fitting else None)
 
     def response_builder(self, request: Generate) -> ResponseBuilder:
         """An empty response to an admitted request."""

@@ -114,6 +114,7 @@ class Reader:
             deadline=request.deadline,
             weight=request.weight,
             tools=tools,
+            limit_is_default=request.limit_is_default,
         )
 
     def _structured(self, request: GenerationRequest) -> tuple[str | None, ToolFormat | None, tuple[int, ...]]:

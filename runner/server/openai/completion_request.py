@@ -21,7 +21,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
     """The answer begins with the prompt, and with logprobs its tokens have theirs."""
     max_tokens: int | None = Field(None, ge=0, le=INT_LIMITS["max_tokens"][1])
-    """16 by default; 0 only with echo: the answer is the prompt."""
+    """By default 16, or fewer where fewer fit; 0 only with echo: the answer is the prompt."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     parallel_tool_calls: Annotated[Any, Only(True, False)] = None
     tool_choice: Annotated[Any, Only("none", "auto")] = None
@@ -53,6 +53,10 @@ class CompletionRequest(GenerationRequest):
         if self.max_tokens == 0:
             return 1  # The engine samples a token with the prompt's last one, and the answer leaves it out.
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default for completions.
+
+    @property
+    def limit_is_default(self) -> bool:
+        return self.max_tokens is None
 
     @property
     def num_prompt_logprobs(self) -> int | None:

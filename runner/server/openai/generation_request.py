@@ -249,6 +249,11 @@ class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
         """The most output tokens; None for as many as fit into the context."""
 
     @property
+    def limit_is_default(self) -> bool:
+        """Whether `output_limit` is not the client's, and is lowered to what fits."""
+        return False
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         """Alternatives wanted for each token of the prompt; None for no log-probabilities of it."""
         return self.prompt_logprobs

@@ -5,6 +5,8 @@ import concurrent.futures
 import openai
 import pytest
 
+from .conftest import CONTEXT
+
 PROMPT = "the quick brown"
 USER = [{"role": "user", "content": "a schedule"}]
 
@@ -49,6 +51,16 @@ def test_stream_ends_with_usage_when_asked(client):
     assert last.usage.completion_tokens == 8
     assert "timing" in last.model_extra
     assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_a_default_of_max_tokens_is_lowered_to_what_fits(client):
+    prompts = [[5] * (CONTEXT - 7), [5]]
+    answer = client.completions.create(model="tiny", prompt=prompts, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 7 + 16
+    with pytest.raises(openai.BadRequestError, match="max_tokens 16 after a prompt of 4089 tokens exceeds the context"):
+        client.completions.create(model="tiny", prompt=prompts, max_tokens=16)
+    with pytest.raises(openai.BadRequestError, match="min_tokens 8 is more than the 7 tokens that fit"):
+        client.completions.create(model="tiny", prompt=prompts, extra_body={"min_tokens": 8})
 
 
 def test_raw_stream_is_server_sent_events_closed_by_done(server):

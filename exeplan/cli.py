@@ -3,7 +3,8 @@
 A command module has a docstring (its help), `POSITION` (its place in the list of commands), `add_arguments(parser)` and
 `run(args) -> int`. Heavy imports live in `run`, so that `exeplan --help` is instant.
 
-Exit status: 0 done, 2 the request cannot be met or the input is wrong, 1 a fault of exeplan, 130 interrupted.
+Exit status: 0 done, 2 the request cannot be met or the input is wrong, 1 a fault of exeplan, 130 interrupted (`serve`
+drains then, which is done: 0).
 """
 
 import argparse

@@ -119,7 +119,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of each GPU's memory that may be used (default: the plan's, 0.9)",
     )
-    parser.add_argument("--drain", default="30s", metavar="TIME", help="time for running requests after SIGTERM")
+    parser.add_argument(
+        "--drain", default="30s", metavar="TIME", help="time for running requests after SIGTERM or SIGINT"
+    )
 
 
 def run_server(args: argparse.Namespace) -> int:

@@ -184,9 +184,10 @@ def test_one_bad_prompt_refuses_the_batch(guarded):
     assert guarded.metric("generation_tokens_total") == generated + 1
 
 
-def test_sigterm_finishes_what_runs_and_refuses_what_comes(launch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_what_runs_and_refuses_what_comes(number, launch):
     with launch() as server, streaming(server, max_tokens=1000) as response:
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(number)
         eventually(lambda: server.call("/ready").status == 503)
         refused = server.complete({"prompt": "a"})
         assert refused.status == 503
@@ -198,13 +199,14 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(launch):
         assert server.process.wait(PATIENCE) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("signals", [1, 2])
-def test_drain_timeout_or_a_second_signal_ends_what_runs_with_an_error(signals, launch):
+def test_drain_timeout_or_a_second_signal_ends_what_runs_with_an_error(signals, number, launch):
     with launch(drain_seconds=0.3 if signals == 1 else 60) as server, streaming(server) as response:
         for _ in range(signals - 1):
-            server.process.send_signal(signal.SIGTERM)
+            server.process.send_signal(number)
             eventually(lambda: server.call("/ready").status == 503)  # Two at once would count as one.
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(number)
         *_, last, done = response.read().decode().strip().split("\n\n")
         assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server has shut down"
         assert done == "data: [DONE]"

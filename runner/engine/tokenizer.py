@@ -34,6 +34,7 @@ _PLAIN_CHAT = (
 )
 """Of shipped models, which have no weights: for trying the server."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+NO_TOKENIZER = "this model has no tokenizer (tokenizer.json, or vocab.json and merges.txt)"
 _NO_TOKENS: Mapping[str, str] = MappingProxyType({})
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 """A byte of a character that a vocabulary of SentencePiece lacks."""
@@ -186,10 +187,7 @@ class Tokenizer:
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self.codec is None:
-            raise InputError(
-                "this model has no tokenizer (tokenizer.json, or vocab.json and merges.txt); "
-                "give the prompt as token ids"
-            )
+            raise InputError(f"{NO_TOKENIZER}; give the prompt as token ids")
         try:
             text.encode()
         except UnicodeEncodeError as error:

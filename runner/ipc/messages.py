@@ -512,6 +512,9 @@ class Generate(Message, frozen=True):
     """None where an output is text only."""
     limit_is_default: bool = False
     """Whether max_tokens is lowered to what fits."""
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """vLLM's fields."""
 
 
 class TokensRead(Message, frozen=True):

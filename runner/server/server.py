@@ -25,7 +25,7 @@ from exeplan.forked import num_processes
 from exeplan.planner.load_problem import profile_for
 from exeplan.runner import logs
 from exeplan.runner.engine.chat_template import UNKNOWN_TOOL_FORMAT
-from exeplan.runner.engine.tokenizer import Tokenizer
+from exeplan.runner.engine.tokenizer import NO_TOKENIZER, Tokenizer
 from exeplan.runner.engine_process.build import engine_setup, model_source
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.job import EngineError
@@ -65,6 +65,8 @@ def serve(
     tokenizer = Tokenizer.load(spec)
     if (template := tokenizer.chat_template) and template.takes_tools and not template.tool_format:
         log.warning("%s", UNKNOWN_TOOL_FORMAT)
+    if tokenizer.codec is None:
+        log.warning("%s: prompts and outputs are token ids, and there are no chats", NO_TOKENIZER)
     if not options.ray and (sentence := _without_a_core(plan)):
         log.warning("%s", sentence)
     passes = _reference_passes(plan, spec) if options.watch_speed else ()

@@ -115,6 +115,8 @@ class Reader:
             weight=request.weight,
             tools=tools,
             limit_is_default=request.limit_is_default,
+            return_token_ids=request.return_token_ids,
+            return_tokens_as_token_ids=request.return_tokens_as_token_ids,
         )
 
     def _structured(self, request: GenerationRequest) -> tuple[str | None, ToolFormat | None, tuple[int, ...]]:

@@ -68,8 +68,6 @@ class NotOffered(Strict):
     prediction: Annotated[Any, Only()] = None
     priority: Annotated[Any, Only(0)] = None
     reasoning_effort: Annotated[Any, Only("none")] = None
-    return_token_ids: Annotated[Any, Only(False)] = None
-    return_tokens_as_token_ids: Annotated[Any, Only(False)] = None
     service_tier: Annotated[Any, Only("auto", "default")] = None
     skip_special_tokens: Annotated[Any, Only(True)] = None
     spaces_between_special_tokens: Annotated[Any, Only(True, False)] = None
@@ -200,6 +198,11 @@ class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """Report what the model says of each token of the prompt, and of this many most likely ones; vLLM's name. Not taken
     with stream=true."""
+    return_token_ids: bool = False
+    """The answer has `token_ids` and `prompt_token_ids`, as vLLM's; without a tokenizer it always has `token_ids`."""
+    return_tokens_as_token_ids: bool = False
+    """Log-probabilities name tokens `token_id:7` in place of their texts, as vLLM's; without a tokenizer they always
+    do."""
 
     @model_validator(mode="before")
     @classmethod

@@ -7,6 +7,7 @@ several choices it has the earliest start, the earliest first token and the late
 import time
 import uuid
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NotRequired
@@ -25,6 +26,8 @@ from exeplan.runner.server.openai.tool_calls import Parsed, ToolCall, whole_call
 
 _LARGE_SCORES, _LARGE_CHARS = 2048, 1 << 16
 """Log-probabilities and characters of an answer that take about two milliseconds to write."""
+_ID_CHARS = 6
+"""Of a token id, with its comma."""
 FinishReason = Annotated[str, Field(json_schema_extra={"enum": ["stop", "length", "tool_calls"]})]
 
 
@@ -67,6 +70,10 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     prompt_logprobs: NotRequired[PromptScores]
+    token_ids: NotRequired[list[int]]
+    """With return_token_ids, as in chats; of a stream those of the chunk. Always, where the model has no tokenizer."""
+    prompt_token_ids: NotRequired[list[int]]
+    """With return_token_ids; of a stream in the first chunk of each choice."""
 
 
 class Completion(Head):
@@ -114,6 +121,7 @@ class ChatChoice(TypedDict):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatDelta(TypedDict):
@@ -128,6 +136,7 @@ class ChatChunkChoice(TypedDict):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(Head):
@@ -136,6 +145,7 @@ class ChatCompletion(Head):
     usage: Usage
     timing: Timing
     prompt_logprobs: NotRequired[PromptScores]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class ChatChunk(Head):
@@ -143,6 +153,7 @@ class ChatChunk(Head):
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
     timing: NotRequired[Timing]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 @dataclass(eq=False, slots=True)
@@ -154,6 +165,8 @@ class Choice:
     num_tokens: int = 0
     logprobs: Scores = field(default_factory=Scores)
     """None of a stream, whose chunks have them."""
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    """Of an answer that has them, and is no stream."""
     finish_reason: str | None = None
     first: Event | None = None
     last: Event | None = None
@@ -177,6 +190,8 @@ class ResponseBuilder(ABC):
 
     def __init__(self, texts: TokenTexts, request: Generate, *, model: str) -> None:
         self._texts, self._request = texts, request
+        self._gives_ids = request.return_token_ids or not texts.are_known
+        self._names_ids = request.return_tokens_as_token_ids or not texts.are_known
         self._prompts = [prompt for prompt in request.prompts for _ in range(request.n)]
         self.choices = [Choice(index) for index in range(len(self._prompts))]
         self._num_prompt_tokens = sum(map(len, request.prompts))
@@ -191,6 +206,8 @@ class ResponseBuilder(ABC):
         choice.take(event)
         if not self._request.stream:
             choice.logprobs.extend(event.logprobs)
+            if self._gives_ids:
+                choice.token_ids.extend(event.token_ids)
         return choice, event
 
     @property
@@ -214,6 +231,10 @@ class ResponseBuilder(ABC):
             "e2e_s": max(event.time for event in lasts) - arrival,
         }
 
+    def _name(self, token_id: int) -> str:
+        """Of a token in log-probabilities."""
+        return f"token_id:{token_id}" if self._names_ids else self._texts.text(token_id)
+
     def _prompt_scores(self, choice: Choice) -> PromptScores | None:
         """vLLM's, where they were asked for."""
         count = self._request.prompt_logprobs
@@ -227,7 +248,10 @@ class ResponseBuilder(ABC):
         scored = sum(len(choice.logprobs) for choice in self.choices) * (1 + (self._request.sampling.logprobs or 0))
         prompts = self._request.sampling.prompt_logprobs is not None
         chars = self._request.n * sum(map(len, self._request.echoes)) + sum(len(choice.text) for choice in self.choices)
-        return prompts or scored > _LARGE_SCORES or chars > _LARGE_CHARS
+        ids = sum(len(choice.token_ids) for choice in self.choices)
+        if self._request.return_token_ids:
+            ids += self._request.n * self._num_prompt_tokens
+        return prompts or scored > _LARGE_SCORES or chars + _ID_CHARS * ids > _LARGE_CHARS
 
     def pieces(self) -> Iterator[bytes]:
         """The body of a finished response that is not streamed, as JSON in pieces: one is a choice, which is not kept.
@@ -275,11 +299,19 @@ class CompletionBuilder(ResponseBuilder):
             rendered["logprobs"] = _encoded(found)
         if (scores := self._prompt_scores(choice)) is not None:
             rendered["prompt_logprobs"] = scores
+        if self._gives_ids:
+            rendered["token_ids"] = encoded(choice.token_ids)
+        if self._request.return_token_ids:
+            rendered["prompt_token_ids"] = encoded(self._prompts[choice.index])
         return rendered
 
     def chunk(self, choice: Choice, event: Event) -> CompletionChunk:
         begins = choice.first is event
         added = self._choice(choice, event.text, event.logprobs, event.finish_reason, begins=begins)
+        if self._gives_ids:
+            added["token_ids"] = [*event.token_ids]
+        if begins and self._request.return_token_ids:
+            added["prompt_token_ids"] = self._prompts[choice.index]
         head = self._head
         return {
             "id": head["id"],
@@ -326,16 +358,16 @@ class CompletionBuilder(ResponseBuilder):
             self._add(found, choice, entry.token_id, entry)
 
     def _add(self, found: CompletionLogprobs, choice: Choice, token_id: int, entry: Logprob | None) -> None:
-        text = self._texts.text(token_id)
-        found["tokens"].append(text)
+        name = self._name(token_id)
+        found["tokens"].append(name)
         found["token_logprobs"].append(finite(entry.logprob) if entry else None)
-        found["top_logprobs"].append(self._top(text, entry) if entry else None)
+        found["top_logprobs"].append(self._top(name, entry) if entry else None)
         found["text_offset"].append(self._offsets[choice.index].next(token_id))
 
-    def _top(self, text: str, entry: Logprob) -> dict[str, float]:
+    def _top(self, name: str, entry: Logprob) -> dict[str, float]:
         """Pieces of characters may have the same text; the likeliest of them, which comes first, keeps it."""
-        likely = {self._texts.text(token): finite(value) for token, value in reversed(entry.top)}
-        return {text: finite(entry.logprob)} | likely
+        likely = {self._name(token): finite(value) for token, value in reversed(entry.top)}
+        return {name: finite(entry.logprob)} | likely
 
 
 def _encoded(found: CompletionLogprobs) -> CompletionLogprobs:
@@ -357,8 +389,12 @@ class ChatBuilder(ResponseBuilder):
         self._parsers = [parser_of(request.tools) for _ in self.choices] if request.tools else []
 
     def _end(self) -> dict[str, Any]:
-        scores = self._prompt_scores(self.choices[0])
-        return super()._end() | ({} if scores is None else {"prompt_logprobs": scores})
+        end = super()._end()
+        if (scores := self._prompt_scores(self.choices[0])) is not None:
+            end["prompt_logprobs"] = scores
+        if self._request.return_token_ids:
+            end["prompt_token_ids"] = encoded(self._prompts[0])
+        return end
 
     def _whole(self, choice: Choice) -> ChatChoice:
         message: ChatMessage = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -369,12 +405,15 @@ class ChatBuilder(ResponseBuilder):
                 message |= {"content": parsed.content or None, "tool_calls": calls}
             if parsed.reasoning:
                 message["reasoning_content"] = parsed.reasoning
-        return {
+        rendered: ChatChoice = {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs, in_pieces=True),
             "finish_reason": self._finish_reason(choice),
         }
+        if self._gives_ids:
+            rendered["token_ids"] = encoded(choice.token_ids)
+        return rendered
 
     def _parsed(self, choice: Choice, text: str) -> Parsed:
         """What a text of this choice adds, and at its end what was held back."""
@@ -399,14 +438,19 @@ class ChatBuilder(ResponseBuilder):
             "logprobs": self._logprobs(event.logprobs),
             "finish_reason": self._finish_reason(choice),
         }
+        if self._gives_ids:
+            added["token_ids"] = [*event.token_ids]
         head = self._head
-        return {
+        chunk: ChatChunk = {
             "id": head["id"],
             "created": head["created"],
             "model": head["model"],
             "object": "chat.completion.chunk",
             "choices": [added],
         }
+        if choice.first is event and self._request.return_token_ids:
+            chunk["prompt_token_ids"] = self._prompts[0]
+        return chunk
 
     def _delta(self, choice: Choice, text: str) -> ChatDelta:
         if not self._parsers:
@@ -421,8 +465,11 @@ class ChatBuilder(ResponseBuilder):
         return delta
 
     def last_chunk(self) -> ChatChunk:
+        head = self._head
         return {
-            **self._head,
+            "id": head["id"],
+            "created": head["created"],
+            "model": head["model"],
             "object": "chat.completion.chunk",
             "choices": [],
             "usage": self.usage(),
@@ -440,5 +487,5 @@ class ChatBuilder(ResponseBuilder):
         return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
 
     def _token(self, token_id: int, logprob: float) -> ChatToken:
-        text, utf8 = self._texts.text(token_id), self._texts.utf8(token_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(utf8)}
+        utf8 = self._texts.utf8(token_id)
+        return {"token": self._name(token_id), "logprob": finite(logprob), "bytes": list(utf8)}

@@ -40,6 +40,11 @@ class TokenTexts:
         self.is_hidden = lru_cache(_KEPT)(self._is_hidden)
         """Whether a token is none of an output's text."""
 
+    @property
+    def are_known(self) -> bool:
+        """Whether there is a tokenizer: without one all texts are empty."""
+        return self._tokenizer.codec is not None
+
     def together(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
 

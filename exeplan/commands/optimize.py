@@ -220,7 +220,7 @@ def _by_datasheet(profile: "Profile") -> list[str]:
 
     source = f"times are of the {profile.source}; a profile that was measured or imported is closer"
     twice = [CORRECTED_EVENLY] if profile.correction and profile.routing else []
-    return [*profile.model.remarks, f"{source} (`exeplan profile --help`)", *twice]
+    return [*profile.model.datasheet_remarks, f"{source} (`exeplan profile --help`)", *twice]
 
 
 def _kept_to(policy: str, profile: "Profile") -> list[str]:

@@ -121,9 +121,11 @@ def _measure(args: argparse.Namespace) -> int:
         raise InputError(f"--target-error must lie between 0 and 1, found {target:g}")
     _check_sizes(args)
     spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")
-    note(spec.remarks)
     from exeplan.profiler.thread_counts import parse_threads, profile_thread_counts  # Imports torch: seconds.
+    from exeplan.runner.compute.families import check_family
 
+    check_family(spec)
+    note(spec.remarks)
     device = _device(args.device)
     counts = parse_threads(args.threads)
     if device != "cpu" and len(counts) > 1:
@@ -215,7 +217,7 @@ def _derive(args: argparse.Namespace) -> int:
     from exeplan.progress import note
 
     spec = api.load_model(args.model)
-    note(spec.remarks)
+    note(spec.datasheet_remarks)
     profile = api.datasheet_profile(
         spec,
         args.datasheet,

@@ -71,6 +71,11 @@ def load_model(
     return model, weights.num_bytes
 
 
+def check_family(spec: ModelSpec) -> None:
+    """Raises InputError for a model that no family here runs."""
+    _family(spec)
+
+
 def family_names() -> list[str]:
     """All families, sorted."""
     return sorted(_families())

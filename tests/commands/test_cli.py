@@ -299,6 +299,16 @@ def test_the_other_commands_answer_a_mistake_in_one_sentence(
     assert answer(capsys, argv).startswith(message)
 
 
+def test_a_model_that_does_not_run_here_is_refused_without_a_note(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model_type": "phi3", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config |= {"intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 128, "sliding_window": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    refusal = answer(capsys, ["profile", ".", "-o", "x.json"])
+    assert refusal.startswith("exeplan profile: no model family 'phi3'; there are")
+
+
 def test_without_a_profile_times_are_those_of_the_clusters_datasheet(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,6 +317,7 @@ def test_without_a_profile_times_are_those_of_the_clusters_datasheet(
     assert main([*by_datasheet, "-o", "plan.yaml"]) == 0
     told = capsys.readouterr()
     assert "note: 32 of 32 layers of 'mixtral-8x7b' send each token to 2 of 8 experts" in told.err
+    assert "note: a datasheet takes all experts to be as likely, unless --routing says otherwise\n" in told.err
     assert "note: times are of the datasheet h100-80gb, links of cluster h100; a profile that was measured" in told.err
     assert told.out.endswith("plan written to plan.yaml; run it with `exeplan serve plan.yaml`\n")
     assert main(["profile", "mixtral-8x7b", "--datasheet", "h100-80gb", "--cluster", "h100", "-o", "m.json"]) == 0

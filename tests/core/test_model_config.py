@@ -73,7 +73,9 @@ def test_every_familys_way_to_say_which_layers_have_experts_is_read(fields: dict
     spec = model_spec({**LLAMA, **EXPERTS, **fields}, name="tiny")
     assert spec.experts is not None
     assert spec.experts.num_layers == sparse
-    assert f"{sparse} of 2 layers of 'tiny' send each token to 2 of 8 experts" in spec.remarks[0]
+    said, of_datasheet = spec.datasheet_remarks
+    assert spec.remarks == (said,) == (f"{sparse} of 2 layers of 'tiny' send each token to 2 of 8 experts",)
+    assert of_datasheet == "a datasheet takes all experts to be as likely, unless --routing says otherwise"
     assert spec.fingerprint != model_spec({**LLAMA, **EXPERTS, "num_experts": 16}, name="tiny").fingerprint
 
 
@@ -204,9 +206,7 @@ def test_windows_are_those_of_the_family(family: str, config: dict[str, Any], wi
     spec = model_spec({**LLAMA, "num_hidden_layers": 4, "model_type": family, **config}, name="tiny")
     assert spec.windows == {kind: windows.count(kind) for kind in windows}
     narrow = windows.count(W)
-    said = (
-        f"{narrow} of 4 layers of 'tiny' attend to the last 64 tokens and are timed so; keys and values of all tokens"
-    )
+    said = f"{narrow} of 4 layers of 'tiny' attend to the last 64 tokens; keys and values of all tokens"
     assert [remark.startswith(said) for remark in spec.remarks] == [True] * (narrow > 0)
 
 

@@ -125,6 +125,12 @@ class ModelSpec:
     """What a person should know of how it was read, a sentence each."""
 
     @property
+    def datasheet_remarks(self) -> tuple[str, ...]:
+        """The remarks, and what a profile takes for granted that a datasheet is made into."""
+        likely = "a datasheet takes all experts to be as likely, unless --routing says otherwise"
+        return (*self.remarks, likely) if self.experts else self.remarks
+
+    @property
     def is_encoder_decoder(self) -> bool:
         return self.num_encoder_layers > 0
 
@@ -369,8 +375,7 @@ def _remarks(spec: ModelSpec) -> Iterator[str]:
     if spec.experts:
         yield (
             f"{spec.experts.num_layers} of {spec.num_layers} layers of '{spec.name}' send each token to "
-            f"{spec.experts.per_token} of {spec.experts.count} experts; a datasheet takes all experts to be "
-            "as likely, unless --routing says otherwise"
+            f"{spec.experts.per_token} of {spec.experts.count} experts"
         )
     if spec.quantization:
         yield f"the weights of '{spec.name}' are quantized ({spec.quantization})"
@@ -380,7 +385,7 @@ def _remarks(spec: ModelSpec) -> Iterator[str]:
     if windows:
         count, spans = spec.num_layers - spec.windows[None], " and ".join(map(str, windows))
         yield (
-            f"{count} of {spec.num_layers} layers of '{spec.name}' attend to the last {spans} tokens and are timed so; "
+            f"{count} of {spec.num_layers} layers of '{spec.name}' attend to the last {spans} tokens; "
             "keys and values of all tokens are kept"
         )
 

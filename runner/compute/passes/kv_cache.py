@@ -12,6 +12,7 @@ The scheduler (`exeplan.scheduling.scheduler`) decides how many blocks a sequenc
 """
 
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from exeplan.runner.compute.passes.host_allocator import in_huge_pages
 from exeplan.runner.compute.weights.shard import Shard, kv_range, whole
 from exeplan.units import show_bytes
 
+log = logging.getLogger(__name__)
 _NO_BLOCKS = np.zeros(0, dtype=np.int32)
 _NO_SLOTS = np.zeros(0, dtype=np.int64)
 
@@ -71,6 +73,9 @@ class KVCache:
         self.num_slots = num_blocks * BLOCK_SIZE
         width = spec.latent.kept if spec.latent else spec.head_dim
         shape = (shard.num_layers, spec.num_kv_tables, self.num_kv_heads * self.num_slots, width)
+        name, size = f"a KV cache of {self.num_slots:,} tokens", show_bytes(math.prod(shape) * dtype.itemsize)
+        if num_blocks and device.type == "cpu":  # Whose pages are all written: a large cache takes a while.
+            log.info("allocating %s, %s", name, size)
         try:
             self._tables = torch.empty(shape, dtype=dtype, device=device)
             if device.type == "cpu":
@@ -79,11 +84,7 @@ class KVCache:
         except RuntimeError:
             if device.type != "cpu":  # Of a GPU's memory, its owner knows how much is free.
                 raise
-            needed = show_bytes(math.prod(shape) * dtype.itemsize)
-            raise InputError(
-                f"a KV cache of {self.num_slots:,} tokens takes {needed}, which this host does not have; "
-                "lower kv_cache_tokens"
-            ) from None
+            raise InputError(f"{name} takes {size}, which this host does not have; lower kv_cache_tokens") from None
         self._layers = self._tables.flatten(1, 2).unbind(0)
         self._held = np.zeros(num_blocks, dtype=bool)
         # The holding that a block is reserved for; 0 for none.

@@ -34,6 +34,15 @@ def test_a_cache_beyond_the_hosts_memory_is_refused_with_its_size():
         cache_of(10**13)
 
 
+def test_what_is_allocated_is_logged_before_it_is(caplog):
+    with caplog.at_level("INFO"):
+        cache_of(2**10)
+    assert caplog.messages == ["allocating a KV cache of 16,384 tokens, 1.0 MiB"]
+    with caplog.at_level("INFO"), pytest.raises(InputError):
+        cache_of(10**13)
+    assert caplog.messages[1].startswith("allocating a KV cache of 160,000,000,000,000 tokens")
+
+
 def num_runs(cache: KVCache, request_id: str, num_blocks: int) -> int:
     slots = cache.slots(request_id, 0, num_blocks * BLOCK_SIZE)
     return 1 + int((np.diff(slots) != 1).sum())

@@ -114,7 +114,7 @@ def _text(plan: "Plan", looks: "list[TraceLook]") -> str:
     if last:
         if last.missed:
             lines.append(f"no plan keeps the bound: the tightest that a plan keeps is {last.missed:.3g} times as wide")
-        lines.append(f"at the end: {last.verdict}")
+        lines.append(f"at the end: {'just re-planned' if looks[-1].adopted else last.verdict}")
     return "\n".join(lines)
 
 

@@ -129,6 +129,7 @@ class Watch:
             self.plan = proposal_or_plan.plan
             self._problem = self._problem.at(self.plan.placement)
             self._planned = self._basis
+            self._verdict = self._unkept(self.problem)  # The reason to move was about the plan that is gone.
         self._last_replan, self._agreeing, self._best_gain = now, 0, None
 
     def is_no_better(self, proposal: Proposal, earlier: Plan) -> bool:

@@ -110,6 +110,8 @@ def test_longer_outputs_break_the_bound_and_the_new_plan_keeps_it(plan, problem)
     drifted = replace(problem, workload=Workload.of_trace("after", draw(20_000, seed=98, scale=1.6)))
     assert drifted.estimate(found[-1].adopted.plan.schedule).latency < BOUND * 1.02
     assert looks[-1].state.bound_share <= 1.02
+    after = looks[looks.index(found[-1]) + 1]
+    assert after.state.verdict == "as planned"  # The reason to move was about the plan before.
 
 
 def test_shorter_outputs_are_worth_a_plan_with_more_throughput(plan, problem):
@@ -145,6 +147,9 @@ def test_where_no_plan_keeps_the_bound_the_lowest_latency_plan_takes_over_and_st
         f"no plan keeps {problem.bound} under the observed lengths; the tightest that a plan keeps is" in first.reason
     )
     assert "The lowest-latency plan uses" in first.reason
+    after = looks[looks.index(found[0]) + 1].state.verdict
+    assert after.startswith("no plan keeps")
+    assert "the active one" not in after
     assert first.plan.bound == problem.bound
     assert first.plan.drift_headroom == 0
     # Each move in the drifted part is clearly gentler, so there are few; afterwards one keeps the bound.

@@ -47,13 +47,16 @@ from exeplan.export.shape import (
     of_each,
     option_value,
     pass_tokens,
+    quantizes,
     sides_of,
+    weight_remarks,
     with_schedules,
 )
 
 _POLICIES = ("rra", "chunked", "sglang")
 _APART = ("waa-c", "waa-m")
 _PROGRAM = ("python3", "-m", "sglang.launch_server")
+_QUANTIZING = ("--quantization", "fp8")
 _BOOTSTRAP = "--disaggregation-bootstrap-port"
 _BOOTSTRAP_PORT, _ROUTER_PORT = 8998, 8000
 _PREFILL_TOKENS = 16384
@@ -83,7 +86,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
     check_shape(plan, spec, "SGLang", _POLICIES)
 
     def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
-        options = [*_weights(plan, spec), *_parallel(group.placement), *_batches(plan, spec, group)]
+        options = [*_weights(plan, spec, model), *_parallel(group.placement), *_batches(plan, spec, group)]
         if plan.device == "cpu":
             options += ["--device", "cpu"]
         else:
@@ -98,7 +101,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
     return Export(
         **_COMMON,
         instances=instances_of(plan, "sglang", _PROGRAM, words, _JOIN),
-        remarks=tuple(dict.fromkeys(_remarks(plan))),
+        remarks=(*weight_remarks(plan, spec, model, "SGLang", " ".join(_QUANTIZING)), *dict.fromkeys(_remarks(plan))),
         as_run=with_schedules(plan, _own_schedule),
     )
 
@@ -110,7 +113,7 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
 
     def words(side: Side) -> tuple[list[str], dict[str, str]]:
         longest = min(spec.max_context, side.kv_cache_tokens or spec.max_context)
-        options = [*_weights(plan, spec), *_parallel(side.server), "--disaggregation-mode", side.phase]
+        options = [*_weights(plan, spec, model), *_parallel(side.server), "--disaggregation-mode", side.phase]
         options += ["--disaggregation-transfer-backend", "nixl"]
         options += ["--context-length", f"{longest}"] if longest < spec.max_context else []
         options += ["--mem-fraction-static", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
@@ -148,7 +151,11 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
             health_path="/health",
             bootstrap=_BOOTSTRAP,
         ),
-        remarks=(*handover_remarks(plan, "SGLang", tokens, _HOLDS), cache_remark("the radix cache")),
+        remarks=(
+            *weight_remarks(plan, spec, model, "SGLang", " ".join(_QUANTIZING)),
+            *handover_remarks(plan, "SGLang", tokens, _HOLDS),
+            cache_remark("the radix cache"),
+        ),
         as_run=with_schedules(plan, _own_schedule),
     )
 
@@ -161,10 +168,10 @@ def _own_schedule(group: ReplicaGroup) -> Schedule:
     return Schedule(group.schedule.policy, {**kept, **({"micro_batches": stages} if stages > 1 else {})})
 
 
-def _weights(plan: Plan, spec: ModelSpec) -> Iterator[str]:
+def _weights(plan: Plan, spec: ModelSpec, model: str) -> Iterator[str]:
     if plan.dtype == FP8:
-        if not spec.quantization:
-            yield from ("--quantization", "fp8")
+        if quantizes(plan, spec, model):
+            yield from _QUANTIZING
     elif plan.dtype:
         yield from ("--dtype", plan.dtype)
     if FP8 in (plan.kv_dtype, None if plan.kv_dtype else plan.dtype):

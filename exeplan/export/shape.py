@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from exeplan.core.cluster import load_cluster
-from exeplan.core.models.model import ModelSpec
+from exeplan.core.models.model import FP8, ModelSpec, load_model_sizes
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, ReplicaGroup, Schedule, servers
 from exeplan.errors import InputError
@@ -236,6 +236,35 @@ def check_one_stage(plan: Plan, engine: str) -> None:
             raise InputError(f"{engine} has no pipeline parallelism; plan with fewer GPUs, as replicas of one stage")
         if group.placement[0].data_parallel_size > 1 or group.placement[0].expert_parallel_size > 1:
             raise InputError(f"attention data parallelism and expert parallelism are not exported to {engine} yet")
+
+
+def is_quantized(plan: Plan, spec: ModelSpec, model: str) -> bool | None:
+    """Whether the checkpoint that an engine loads by this name has quantized weights; None where nothing on this
+    machine says so."""
+    if model == plan.model:
+        return spec.quantization is not None
+    try:
+        return load_model_sizes(model).quantization is not None
+    except InputError:  # Of the Hub, and not in the cache.
+        return True if "fp8" in model.lower() else None
+
+
+def quantizes(plan: Plan, spec: ModelSpec, model: str) -> bool:
+    """Whether an engine has to quantize weights to fp8 as it loads them; unknown ones are taken to be the plan's."""
+    held = is_quantized(plan, spec, model)
+    return plan.dtype == FP8 and not (spec.quantization if held is None else held)
+
+
+def weight_remarks(plan: Plan, spec: ModelSpec, model: str, engine: str, option: str) -> Iterator[str]:
+    """What a plan in fp8 asks of the checkpoint; `option` quantizes its weights, which few engines do twice."""
+    if plan.dtype != FP8 or (held := is_quantized(plan, spec, model)):
+        return
+    if held is not None:
+        yield f"{engine} quantizes the weights of {model}, which are in 16 bits, to fp8 as it loads them"
+    elif spec.quantization:
+        yield f"the weights of {model} are taken to be in fp8; if they are in 16 bits, add {option}"
+    else:
+        yield f"the weights of {model} are taken to be in 16 bits; if they are quantized already, leave out {option}"
 
 
 def without_adjustment(group: ReplicaGroup) -> Schedule:

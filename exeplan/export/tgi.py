@@ -28,11 +28,14 @@ from exeplan.export.shape import (
     instances_of,
     longest_request,
     most_rows,
+    quantizes,
+    weight_remarks,
     with_schedules,
     without_adjustment,
 )
 
 _PORT = 3000
+_QUANTIZING = ("--quantize", "fp8")
 _NEVER = "1000"
 """Waiting requests over running ones at which it would prefill earlier."""
 
@@ -43,7 +46,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
     check_one_stage(plan, "TGI")
 
     def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
-        options = ["--model-id", model, *_weights(plan, spec), *_batches(plan, spec, group)]
+        options = ["--model-id", model, *_weights(plan, spec, model), *_batches(plan, spec, group)]
         if plan.gpu_memory_utilization:
             options += ["--cuda-memory-fraction", f"{plan.gpu_memory_utilization:g}"]
         if limit := in_flight_limit(plan):
@@ -58,15 +61,15 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         port=_PORT,
         health_path="/health",
         instances=instances_of(plan, "tgi", ("text-generation-launcher",), words),
-        remarks=tuple(dict.fromkeys(_remarks(plan))),
+        remarks=(*weight_remarks(plan, spec, model, "TGI", " ".join(_QUANTIZING)), *dict.fromkeys(_remarks(plan))),
         as_run=with_schedules(plan, without_adjustment),
     )
 
 
-def _weights(plan: Plan, spec: ModelSpec) -> Iterator[str]:
+def _weights(plan: Plan, spec: ModelSpec, model: str) -> Iterator[str]:
     if plan.dtype == FP8:
-        if not spec.quantization:
-            yield from ("--quantize", "fp8")
+        if quantizes(plan, spec, model):
+            yield from _QUANTIZING
     elif plan.dtype:
         yield from ("--dtype", plan.dtype)
     if FP8 in (plan.kv_dtype, None if plan.kv_dtype else plan.dtype):

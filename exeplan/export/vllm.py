@@ -47,7 +47,9 @@ from exeplan.export.shape import (
     of_each,
     option_value,
     pass_tokens,
+    quantizes,
     sides_of,
+    weight_remarks,
     with_schedules,
 )
 from exeplan.vllm_plugin.cadence import PLAN_VARIABLE
@@ -65,6 +67,7 @@ _DECODE_TOKENS = 2048
 """Of a pass of a server that only decodes, at least: vLLM's least default."""
 _IMAGES = {"cuda": "vllm/vllm-openai:v0.33.0", "cpu": "vllm/vllm-openai-cpu:v0.33.0"}
 _PORT = 8000
+_QUANTIZING = ("--quantization", "fp8_per_tensor")
 _GIB = 1 << 30
 _UTILIZATION = 0.9
 _PLUG_IN = "exeplan.vllm_plugin.scheduler"
@@ -98,7 +101,7 @@ def export_with_plug_in(plan: Plan, spec: ModelSpec, *, model: str, file: Path) 
 def _exported(plan: Plan, spec: ModelSpec, model: str, *, plug_in: Path | None) -> Export:
 
     def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
-        options = [*_weights(plan, spec), *_parallel(group.placement)]
+        options = [*_weights(plan, spec, model), *_parallel(group.placement)]
         options += _cadence(plan, spec, group) if plug_in else _batches(plan, spec, group)
         if plan.device != "cpu":
             options += ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
@@ -116,7 +119,10 @@ def _exported(plan: Plan, spec: ModelSpec, model: str, *, plug_in: Path | None) 
         port=_PORT,
         health_path="/health",
         instances=instances_of(plan, "vllm", ("vllm", "serve"), words, _JOIN),
-        remarks=tuple(dict.fromkeys(_remarks(plan, plug_in=plug_in is not None))),
+        remarks=(
+            *weight_remarks(plan, spec, model, "vLLM", " ".join(_QUANTIZING)),
+            *dict.fromkeys(_remarks(plan, plug_in=plug_in is not None)),
+        ),
         as_run=None if plug_in else _as_run(plan),
     )
 
@@ -129,7 +135,7 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
     def words(side: Side) -> tuple[list[str], dict[str, str]]:
         longest = min(spec.max_context, side.kv_cache_tokens or spec.max_context)
         role = "kv_producer" if side.phase == "prefill" else "kv_consumer"
-        options = [*_weights(plan, spec), *_parallel(side.server)]
+        options = [*_weights(plan, spec, model), *_parallel(side.server)]
         options += ["--kv-transfer-config", json.dumps({"kv_connector": "NixlConnector", "kv_role": role})]
         options += ["--max-model-len", f"{longest}"] if longest < spec.max_context else []
         options += ["--max-num-seqs", f"{side.rows}", "--max-num-batched-tokens", f"{_pass_tokens(side, longest)}"]
@@ -168,6 +174,7 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
             health_path="/health",
         ),
         remarks=(
+            *weight_remarks(plan, spec, model, "vLLM", " ".join(_QUANTIZING)),
             *handover_remarks(plan, "vLLM", tokens, _HOLDS),
             "vLLM needs the package nixl beside it",
             cache_remark("prefix caching"),
@@ -198,11 +205,11 @@ def _own_schedule(group: ReplicaGroup) -> Schedule:
     return Schedule(group.schedule.policy, {**kept, **({"micro_batches": stages} if stages > 1 else {})})
 
 
-def _weights(plan: Plan, spec: ModelSpec) -> Iterator[str]:
+def _weights(plan: Plan, spec: ModelSpec, model: str) -> Iterator[str]:
     """Their dtype, and that of keys and values."""
     if plan.dtype == FP8:
-        if not spec.quantization:
-            yield from ("--quantization", "fp8_per_tensor")
+        if quantizes(plan, spec, model):
+            yield from _QUANTIZING
     elif plan.dtype:
         yield from ("--dtype", plan.dtype)
     if FP8 in (plan.kv_dtype, None if plan.kv_dtype else plan.dtype):

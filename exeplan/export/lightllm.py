@@ -6,7 +6,7 @@ Source: `lightllm/server/api_cli.py` of its main branch, October 2026.
     rra: decode_steps                 --router_max_wait_tokens, with --disable_aggressive_schedule, without which it
                                       prefills earlier
     decode_batch, half a prefill more  --running_max_req_size
-    max_num_batched_tokens            --batch_max_tokens
+    tokens of a whole prefill         --batch_max_tokens, at least those of the longest request
     tensor_parallel_size              --tp
     kv_cache_tokens                   --max_total_token_num
 
@@ -28,6 +28,8 @@ from exeplan.export.shape import (
     instances_of,
     longest_request,
     most_rows,
+    prefill_remarks,
+    prefill_tokens,
     with_schedules,
     without_adjustment,
 )
@@ -46,14 +48,14 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         raise InputError("LightLLM keeps keys and values in fp8 by a file of calibrated scales only; plan in bfloat16")
 
     def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
-        variables = group.schedule.variables
+        variables, longest = group.schedule.variables, longest_request(spec, group)
         options = ["--model_dir", model, "--tp", f"{group.placement[0].tensor_parallel_size}"]
-        options += ["--max_req_total_len", f"{longest_request(spec, group)}"]
+        options += ["--max_req_total_len", f"{longest}"]
         options += ["--router_max_wait_tokens", f"{variables['decode_steps']}", "--disable_aggressive_schedule"]
         if rows := most_rows(plan, group):
             options += ["--running_max_req_size", f"{rows}"]
-        if budget := variables.get("max_num_batched_tokens"):
-            options += ["--batch_max_tokens", f"{budget}"]
+        if tokens := prefill_tokens(plan, group):
+            options += ["--batch_max_tokens", f"{max(tokens, longest)}"]
         if group.kv_cache_tokens:
             options += ["--max_total_token_num", f"{group.kv_cache_tokens}"]
         options += ["--mem_fraction", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
@@ -67,12 +69,12 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         port=_PORT,
         health_path="/health",
         instances=instances_of(plan, "lightllm", ("python3", "-m", "lightllm.server.api_server"), words),
-        remarks=tuple(dict.fromkeys(_remarks(plan))),
+        remarks=tuple(dict.fromkeys(_remarks(plan, spec))),
         as_run=with_schedules(plan, without_adjustment),
     )
 
 
-def _remarks(plan: Plan) -> Iterator[str]:
+def _remarks(plan: Plan, spec: ModelSpec) -> Iterator[str]:
     for group in plan.groups:
         yield (
             f"the plan prefills {group.schedule['prefill_batch']} requests at a time; LightLLM as many as it has "
@@ -83,4 +85,5 @@ def _remarks(plan: Plan) -> Iterator[str]:
     if limit := in_flight_limit(plan):
         yield f"LightLLM's queue has no limit; more than {limit} requests in flight break the plan's bound"
     yield "--model_dir is a directory on its machine: LightLLM downloads nothing; its image is not of a fixed version"
+    yield from prefill_remarks(plan, spec, "LightLLM", "--batch_max_tokens")
     yield from common_remarks(plan, "LightLLM", "its prompt cache")

@@ -6,7 +6,7 @@ Source: `lmdeploy/cli/serve.py`, `lmdeploy/cli/utils.py`, `lmdeploy/messages.py`
     plan                              LMDeploy
     rra: decode_steps                 16, its `prefill_interval`, which the command line cannot set
     decode_batch, half a prefill more  --max-batch-size
-    max_num_batched_tokens            --max-prefill-token-num
+    tokens of a whole prefill         --max-prefill-token-num; as soon as so many wait, it prefills earlier
     tensor_parallel_size              --tp
     kv_cache_tokens                   --num-gpu-blocks, of 64 tokens
     bound on latency                  --max-concurrent-requests: who would wait longer waits outside the engine
@@ -28,6 +28,8 @@ from exeplan.export.shape import (
     instances_of,
     longest_request,
     most_rows,
+    prefill_remarks,
+    prefill_tokens,
     with_schedules,
     without_adjustment,
 )
@@ -61,7 +63,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         port_option="--server-port",
         health_path="/health",
         instances=instances_of(plan, "lmdeploy", ("lmdeploy", "serve", "api_server"), words),
-        remarks=tuple(dict.fromkeys(_remarks(plan))),
+        remarks=tuple(dict.fromkeys(_remarks(plan, spec))),
         as_run=with_schedules(plan, _own_schedule),
     )
 
@@ -78,17 +80,17 @@ def _weights(plan: Plan) -> Iterator[str]:
 
 
 def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
-    variables, longest = group.schedule.variables, longest_request(spec, group)
+    longest = longest_request(spec, group)
     yield from ("--tp", f"{group.placement[0].tensor_parallel_size}")
     if longest < spec.max_context:
         yield from ("--session-len", f"{longest}")
     if rows := most_rows(plan, group):
         yield from ("--max-batch-size", f"{rows}")
-    if budget := variables.get("max_num_batched_tokens"):
-        yield from ("--max-prefill-token-num", f"{budget}")
+    if tokens := prefill_tokens(plan, group):
+        yield from ("--max-prefill-token-num", f"{tokens}")
 
 
-def _remarks(plan: Plan) -> Iterator[str]:
+def _remarks(plan: Plan, spec: ModelSpec) -> Iterator[str]:
     for group in plan.groups:
         variables = group.schedule.variables
         if variables["decode_steps"] != _INTERVAL:
@@ -98,10 +100,12 @@ def _remarks(plan: Plan) -> Iterator[str]:
             )
         yield (
             f"the plan prefills {variables['prefill_batch']} requests at a time; LMDeploy as many as it has places and "
-            "the tokens of a prefill allow, and earlier where less than half of its places are taken"
+            "the tokens of a prefill allow, and earlier where as many tokens wait or less than half of its places "
+            "are taken"
         )
         if not most_rows(plan, group):
             yield "nothing says how many requests decode at once, so LMDeploy's own --max-batch-size holds"
         if plan.dtype == FP8:
             yield "weights are as the checkpoint has them: LMDeploy quantizes none to fp8 when it loads them"
+    yield from prefill_remarks(plan, spec, "LMDeploy", "--max-prefill-token-num")
     yield from common_remarks(plan, "LMDeploy", "prefix caching")

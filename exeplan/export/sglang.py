@@ -7,7 +7,8 @@ Source: `sglang/srt/arg_groups/fields`, `sglang/srt/managers/scheduler.py` and `
     rra: prefill_batch, decode_steps  --prefill-max-requests, --prefill-decode-interval: as `rra` has them, prefills in
                                       passes of their own and so many decode steps after each
     decode_batch, max_num_seqs        --max-running-requests, for rra half a prefill more
-    max_num_batched_tokens            rra: --max-prefill-tokens; chunked: --chunked-prefill-size, of prompts alone
+    max_num_batched_tokens            chunked: --chunked-prefill-size, of prompts alone
+    tokens of a whole prefill         rra: --max-prefill-tokens, as the interval begins after each pass
     chunked: prompts beside decodes   --enable-mixed-chunk
     sglang: max_num_batched_tokens    --chunked-prefill-size
     conservativeness_percent          --schedule-conservativeness
@@ -47,6 +48,8 @@ from exeplan.export.shape import (
     of_each,
     option_value,
     pass_tokens,
+    prefill_remarks,
+    prefill_tokens,
     quantizes,
     sides_of,
     weight_remarks,
@@ -101,7 +104,10 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
     return Export(
         **_COMMON,
         instances=instances_of(plan, "sglang", _PROGRAM, words, _JOIN),
-        remarks=(*weight_remarks(plan, spec, model, "SGLang", " ".join(_QUANTIZING)), *dict.fromkeys(_remarks(plan))),
+        remarks=(
+            *weight_remarks(plan, spec, model, "SGLang", " ".join(_QUANTIZING)),
+            *dict.fromkeys(_remarks(plan, spec)),
+        ),
         as_run=with_schedules(plan, _own_schedule),
     )
 
@@ -209,8 +215,8 @@ def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     yield from ("--chunked-prefill-size", _WHOLE)
     yield from ("--prefill-max-requests", f"{of_each(variables['prefill_batch'], group.placement)}")
     yield from ("--prefill-decode-interval", f"{variables['decode_steps']}")
-    if budget := variables.get("max_num_batched_tokens"):
-        yield from ("--max-prefill-tokens", f"{of_each(budget, group.placement)}")
+    if tokens := prefill_tokens(plan, group):
+        yield from ("--max-prefill-tokens", f"{of_each(tokens, group.placement)}")
 
 
 def _own_split(layers: int, stages: int) -> Sequence[int]:
@@ -219,7 +225,7 @@ def _own_split(layers: int, stages: int) -> Sequence[int]:
     return [each + (number >= stages - more) for number in range(stages)]
 
 
-def _remarks(plan: Plan) -> Iterator[str]:
+def _remarks(plan: Plan, spec: ModelSpec) -> Iterator[str]:
     for group in plan.groups:
         variables = group.schedule.variables
         if group.schedule.policy == "chunked":
@@ -236,4 +242,5 @@ def _remarks(plan: Plan) -> Iterator[str]:
             yield "the plan adjusts the number of prefills to their work; SGLang's is constant"
         if group.schedule.policy == "rra" and not most_rows(plan, group):
             yield "nothing says how many requests decode at once, so SGLang's own --max-running-requests holds"
+    yield from prefill_remarks(plan, spec, "SGLang", "--max-prefill-tokens")
     yield from common_remarks(plan, "SGLang", "the radix cache")

@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 
 from exeplan.core.cluster import load_cluster
 from exeplan.core.models.model import FP8, ModelSpec, load_model_sizes
+from exeplan.core.pass_memory import LargestPasses, passes_bytes
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, ReplicaGroup, Schedule, servers
 from exeplan.errors import InputError
 from exeplan.export.interface import Instance, Join
 
+_USUAL_TOKENS = 16_384
+"""Of a prefill pass: the most that one of these engines has by default."""
+_GIB = 1 << 30
 Words = Callable[[ReplicaGroup], tuple[Sequence[str], Mapping[str, str]]]
 """The options and the environment of a group's servers."""
 
@@ -303,6 +307,40 @@ def most_rows(plan: Plan, group: ReplicaGroup) -> int | None:
             return None
         decoding = round(found.token_throughput * found.tpot / plan.num_replicas)
     return decoding + math.ceil(variables["prefill_batch"] / 2)
+
+
+def prefill_tokens(plan: Plan, group: ReplicaGroup) -> int | None:
+    """Tokens of a prefill of an `rra` plan, of all its prompts: engines decode again after one pass, so that what does
+    not fit waits for the next prefill. The plan's budget, or what so many prompts hardly ever exceed; None where
+    nothing says how long they are."""
+    variables, stall = group.schedule.variables, plan.longest_stall
+    if budget := variables.get("max_num_batched_tokens"):
+        return budget
+    if not stall.get("num_prompts"):
+        return None
+    tokens = math.ceil(variables["prefill_batch"] * stall["num_tokens"] / stall["num_prompts"])
+    return min(tokens, group.kv_cache_tokens or tokens)
+
+
+def prefill_remarks(plan: Plan, spec: ModelSpec, engine: str, option: str) -> Iterator[str]:
+    """What the prefills of an `rra` plan ask of an engine, whose `option` is the limit on the tokens of a pass."""
+    for group in plan.groups:
+        if group.schedule.policy != "rra":
+            continue
+        tokens = prefill_tokens(plan, group)
+        if tokens is None:
+            yield (
+                f"nothing says how long prompts are; where those of a prefill exceed {option}, {engine} prefills fewer "
+                "at a time than planned"
+            )
+        elif tokens > _USUAL_TOKENS and plan.device != "cpu":
+            passes = LargestPasses(tokens=of_each(tokens, group.placement), rows=1, captured_rows=1)
+            held = passes_bytes(spec, plan.dtype or "bfloat16", passes, group.placement[0].sharding, last=False)
+            yield (
+                f"a prefill of the plan has up to {tokens} tokens, whose activations take about {held / _GIB:.1f} GiB "
+                f"of each GPU on top of weights and KV cache; where {engine} lacks them, plan with a bound by --itl, "
+                "which makes prefills smaller"
+            )
 
 
 def of_each(count: int, placement: Placement) -> int:

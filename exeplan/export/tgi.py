@@ -6,7 +6,7 @@ Source: `launcher/src/main.rs`, as of 3.3.
     rra: decode_steps                 --max-waiting-tokens, with --waiting-served-ratio so high that nothing else begins
                                       a prefill while requests decode
     decode_batch, half a prefill more  --max-batch-size
-    max_num_batched_tokens            --max-batch-prefill-tokens
+    tokens of a whole prefill         --max-batch-prefill-tokens, at least those of the longest request
     tensor_parallel_size              --num-shard
     kv_cache_tokens                   --max-batch-total-tokens
     bound on latency                  --max-concurrent-requests: who would wait longer is told 429
@@ -28,6 +28,8 @@ from exeplan.export.shape import (
     instances_of,
     longest_request,
     most_rows,
+    prefill_remarks,
+    prefill_tokens,
     quantizes,
     weight_remarks,
     with_schedules,
@@ -61,7 +63,10 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         port=_PORT,
         health_path="/health",
         instances=instances_of(plan, "tgi", ("text-generation-launcher",), words),
-        remarks=(*weight_remarks(plan, spec, model, "TGI", " ".join(_QUANTIZING)), *dict.fromkeys(_remarks(plan))),
+        remarks=(
+            *weight_remarks(plan, spec, model, "TGI", " ".join(_QUANTIZING)),
+            *dict.fromkeys(_remarks(plan, spec)),
+        ),
         as_run=with_schedules(plan, without_adjustment),
     )
 
@@ -83,12 +88,12 @@ def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     yield from ("--max-waiting-tokens", f"{variables['decode_steps']}", "--waiting-served-ratio", _NEVER)
     if rows := most_rows(plan, group):
         yield from ("--max-batch-size", f"{rows}")
-    yield from ("--max-batch-prefill-tokens", f"{max(variables.get('max_num_batched_tokens', 0), longest)}")
+    yield from ("--max-batch-prefill-tokens", f"{max(prefill_tokens(plan, group) or 0, longest)}")
     if group.kv_cache_tokens:
         yield from ("--max-batch-total-tokens", f"{group.kv_cache_tokens}")
 
 
-def _remarks(plan: Plan) -> Iterator[str]:
+def _remarks(plan: Plan, spec: ModelSpec) -> Iterator[str]:
     for group in plan.groups:
         yield (
             f"the plan prefills {group.schedule['prefill_batch']} requests at a time; TGI as many as it has places and "
@@ -96,4 +101,5 @@ def _remarks(plan: Plan) -> Iterator[str]:
         )
         if "adjust_percent" in group.schedule.variables:
             yield "the plan adjusts the number of prefills to their work; TGI does not"
+    yield from prefill_remarks(plan, spec, "TGI", "--max-batch-prefill-tokens")
     yield from common_remarks(plan, "TGI", "prefix caching")

@@ -6,6 +6,7 @@ Source: `vllm/engine/arg_utils.py`, `vllm/config/scheduler.py`, `vllm/distribute
     plan                              vLLM
     max_num_seqs                      --max-num-seqs, of each data-parallel rank
     max_num_batched_tokens            --max-num-batched-tokens
+    rra: a whole prefill's tokens      --max-num-batched-tokens, and one more for each row that decodes
     orca: whole prompts               --no-enable-chunked-prefill, and a budget for the longest prompt
     rra: decode_steps                 --prefill-schedule-interval: new prompts once in so many steps
     rra, all of it, with the plug-in  --scheduler-cls exeplan.vllm_plugin.scheduler.RraScheduler
@@ -47,6 +48,8 @@ from exeplan.export.shape import (
     of_each,
     option_value,
     pass_tokens,
+    prefill_remarks,
+    prefill_tokens,
     quantizes,
     sides_of,
     weight_remarks,
@@ -121,7 +124,7 @@ def _exported(plan: Plan, spec: ModelSpec, model: str, *, plug_in: Path | None) 
         instances=instances_of(plan, "vllm", ("vllm", "serve"), words, _JOIN),
         remarks=(
             *weight_remarks(plan, spec, model, "vLLM", " ".join(_QUANTIZING)),
-            *dict.fromkeys(_remarks(plan, plug_in=plug_in is not None)),
+            *dict.fromkeys(_remarks(plan, spec, plug_in=plug_in is not None)),
         ),
         as_run=None if plug_in else _as_run(plan),
     )
@@ -237,6 +240,10 @@ def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
         yield from ("--max-num-seqs", f"{of_each(rows, group.placement)}")
     if schedule.policy == "rra":
         yield from ("--prefill-schedule-interval", f"{schedule['decode_steps']}")
+        if tokens := prefill_tokens(plan, group):
+            tokens += 0 if "max_num_batched_tokens" in schedule.variables else rows or 0
+            yield from ("--max-num-batched-tokens", f"{of_each(tokens, group.placement)}")
+        return
     if schedule.policy == "orca":
         tokens = max(schedule.variables.get("max_num_batched_tokens", 0), longest + schedule["max_num_seqs"])
         yield from ("--no-enable-chunked-prefill", "--max-num-batched-tokens", f"{tokens}")
@@ -275,7 +282,7 @@ def _own_split(layers: int, stages: int) -> Sequence[int]:
     return [each + (stages - 1 - more <= number < stages - 1) for number in range(stages)]
 
 
-def _remarks(plan: Plan, *, plug_in: bool) -> Iterator[str]:
+def _remarks(plan: Plan, spec: ModelSpec, *, plug_in: bool) -> Iterator[str]:
     if plug_in:
         yield "exeplan must be installed in vLLM's environment, and the plan stay where it is: vLLM reads it there"
     for group in () if plug_in else plan.groups:
@@ -293,4 +300,6 @@ def _remarks(plan: Plan, *, plug_in: bool) -> Iterator[str]:
             yield "the interval acts with --data-parallel-size above 1 only, up to 0.32; --plug-in keeps it everywhere"
             if not most_rows(plan, group):
                 yield "nothing says how many requests decode at once, so vLLM's own --max-num-seqs holds"
+    if not plug_in:
+        yield from prefill_remarks(plan, spec, "vLLM", "--max-num-batched-tokens")
     yield from common_remarks(plan, "vLLM", "prefix caching")

@@ -1,4 +1,5 @@
 # SGLang 0.5.23
+# nothing says how long prompts are; where those of a prefill exceed --max-prefill-tokens, SGLang prefills fewer at a time than planned
 # the radix cache is off, as plans count every prompt token; with it on, plan with uncached prompt lengths
 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 python3 -m sglang.launch_server \
     --model-path organisation/name \

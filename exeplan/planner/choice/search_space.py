@@ -134,6 +134,7 @@ def _placements(problem: Problem, policy: Policy) -> dict[Placement, Layout | No
         problem.profile.tensor_parallel_sizes,
         shardings=() if policy.SEPARATE_STAGES else problem.profile.expert_shardings,
         across_nodes=problem.across_nodes,
+        even=bool(problem.profile.engine),
     )
     return _placed(problem, [replace(layout, num_prefill=number) for number in numbers for layout in found])
 

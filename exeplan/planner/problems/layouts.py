@@ -68,12 +68,14 @@ def layouts(
     *,
     shardings: Sequence[Sharding] = (),
     across_nodes: bool = False,
+    even: bool = False,
 ) -> list[Layout]:
     """Every degree and number of tensor-parallel GPUs worth trying; a group stays in its node unless `across_nodes`.
 
     Degrees must divide the heads. On more than 16 GPUs the tensor-parallel ones come in whole nodes, and on more than
     64 the nodes of one kind, or those of the other, are 1, 2, 4, 8 ... With one of the `shardings` all stages have it;
-    its ranks stay in their nodes too, and whole nodes may share the experts.
+    its ranks stay in their nodes too, and whole nodes may share the experts. With `even` all stages have as many GPUs:
+    serving engines have one tensor-parallel size for all.
     """
     found = [Layout()] if 1 in sizes else []
     for size in sizes:
@@ -97,7 +99,7 @@ def layouts(
         for one in shardings
         if _fits(cluster, spec, one, across_nodes)
     ]
-    return found
+    return [one for one in found if not even or one.size == 1 or one.num_parallel == cluster.num_gpus]
 
 
 def _fits(cluster: Cluster, spec: ModelSpec, sharding: Sharding, across_nodes: bool) -> bool:

@@ -52,6 +52,15 @@ def asked(profile: Profile, cluster: Cluster, bound: float, *, max_seqs: int | N
     return make_problem(profile, load_workload(SHORT), Bound(seconds=bound), cluster=cluster, max_seqs=max_seqs)
 
 
+def test_of_an_engine_only_placements_with_one_sharding_are_searched(opt: Profile) -> None:
+    def shapes(profile: Profile) -> set[tuple[int, ...]]:
+        found = variants(asked(profile, A40.part(3), 10.0), load_policy("chunked"))
+        return {tuple(stage.num_devices for stage in variant.problem.cost.placement) for variant in found}
+
+    assert shapes(opt) == {(1, 1, 1), (2, 1)}
+    assert shapes(replace(opt, source=f"{opt.source} with vllm")) == {(1, 1, 1)}
+
+
 @pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize("model", ["opt-13b", "t5-11b"])
 def test_every_placement_holds_every_layer_once_and_fits(policy: str, model: str) -> None:

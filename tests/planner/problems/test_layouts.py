@@ -45,6 +45,13 @@ def test_a_degree_that_does_not_divide_the_heads_is_left_out() -> None:
     assert {layout.size for layout in layouts(cluster(1, 16), spec, (1, 2, 16))} == {1, 2}
 
 
+def test_even_layouts_have_as_many_gpus_to_each_stage() -> None:
+    spec = load_model_spec("llama-3.1-70b")
+    found = layouts(cluster(1, 6), spec, (1, 2, 4), even=True)
+    assert [{len(group) for group in groups(cluster(1, 6), layout)} for layout in found] == [{1}, {2}]
+    assert layouts(cluster(1, 3), spec, (1, 2), even=True) == [Layout()]
+
+
 def test_decoding_stages_are_tensor_parallel_first() -> None:
     prefill, decode = split_groups(cluster(1, 8), Layout(size=2, num_parallel=6, num_prefill=3))
     assert (prefill, decode) == ([(0, 1), (2,)], [(3, 4), (5, 6), (7,)])

@@ -170,6 +170,27 @@ def datasheet_profile(
     return with_shipped_engine(profile, name) or with_engine(profile, constants_of_engine)
 
 
+def plan_profile(plan: Plan) -> Profile | None:
+    """The times of a datasheet that a plan without a profile was made with, made again; None where the plan does not
+    say them, or they are others now."""
+    if plan.profile or plan.cluster is None or plan.profile_fingerprint is None:
+        return None
+    gpus = load_cluster(plan.cluster)
+    try:
+        found = datasheet_profile(
+            plan.model,
+            gpus.device,
+            cluster=gpus,
+            dtype=plan.dtype or "auto",
+            kv_dtype=plan.kv_dtype,
+            engine=plan.engine,
+            routing=plan.routing or EVEN,
+        )
+    except InputError:  # Of a device without a datasheet, or an engine whose constants are not here.
+        return None
+    return found if found.fingerprint == plan.profile_fingerprint else None
+
+
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -284,7 +305,7 @@ def simulate(
         found = replace(found, arrival_rate=rate, trace_arrivals=arrivals == "trace")
     request = plan_request(
         found,
-        profile=load_profile(profile) if profile is not None else None,
+        profile=load_profile(profile) if profile is not None else plan_profile(found),
         workload=load_workload(workload) if workload is not None else None,
         cluster=load_cluster(cluster) if cluster is not None else None,
     )

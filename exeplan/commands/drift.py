@@ -40,6 +40,7 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from exeplan import api
     from exeplan.drift.save_proposal import save_proposal
     from exeplan.drift.trace import arrivals_of, look_times, play_trace
     from exeplan.drift.watch import Watch
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.workload.files import load_workload
 
     plan = read_plan(args.plan)
-    problem = plan_problem(plan, profile=args.profile, workload=args.workload)
+    problem = plan_problem(plan, profile=args.profile or api.plan_profile(plan), workload=args.workload)
     workload = load_workload(args.trace)
     if plan.fit_context:
         reference = args.workload or plan.workload or ""

@@ -94,10 +94,13 @@ def _costs(plan: "Plan", exported: "Export") -> Iterator[str]:
 
     if exported.as_run is None or plan.replay is None:
         return
-    if not plan.profile or not Path(plan.profile).exists():
+    if plan.profile and not Path(plan.profile).exists():
         yield "what that costs is not known: the plan's profile is not here to replay it"
         return
-    simulation = api.simulate(exported.as_run)
+    if (profile := plan.profile or api.plan_profile(plan)) is None:
+        yield "what that costs is not known: the plan names no profile to replay it"
+        return
+    simulation = api.simulate(exported.as_run, profile=profile)
     found, broken = simulation.replay, simulation.broken_bound
     yield (
         f"replayed as {exported.engine} schedules it: {found.throughput:.3g} requests/s where the plan has "

@@ -55,6 +55,8 @@ class Plan:
     fit_context: bool = False
     """The workload's lengths were scaled to the model's context."""
     profile: str | None = None
+    engine: str | None = None
+    """Whose constants the times of a datasheet have, of a plan without a profile; None for kernels alone."""
     cluster: str | None = None
     """A cluster file or a shipped name; None for one device."""
     gpus: int | None = None

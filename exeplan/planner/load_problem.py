@@ -200,7 +200,10 @@ def _of_datasheet(plan: Plan) -> str:
         device = load_cluster(plan.cluster).device
     except InputError:  # A file that is not here.
         return ""
-    return f" (`exeplan profile {plan.model} --datasheet {device} --cluster {plan.cluster} -o profile.json` makes it)"
+    given = {"dtype": plan.dtype, "kv-dtype": plan.kv_dtype, "engine": plan.engine, "routing": plan.routing}
+    options = "".join(f" --{name} {value}" for name, value in given.items() if value)
+    words = f"{plan.model} --datasheet {device} --cluster {plan.cluster}{options}"
+    return f" (`exeplan profile {words} -o profile.json` makes it)"
 
 
 def plan_request(
@@ -248,7 +251,7 @@ def _planned_model(plan: Plan, profile: Profile) -> ModelSpec:
 
 
 def plan_problem(
-    plan: Plan, *, profile: str | None = None, workload: str | None = None, cluster: str | None = None
+    plan: Plan, *, profile: Profile | str | None = None, workload: str | None = None, cluster: str | None = None
 ) -> Problem:
     """The Problem that a plan answers, on the plan's placement and for one pipeline; of equal replicas, that of one.
 
@@ -264,7 +267,7 @@ def plan_problem(
 
 
 def plan_problems(
-    plan: Plan, *, profile: str | None = None, workload: str | None = None, cluster: str | None = None
+    plan: Plan, *, profile: Profile | str | None = None, workload: str | None = None, cluster: str | None = None
 ) -> tuple[Problem, ...]:
     """The Problem of one replica of each group of equal replicas, on its placement; of a single pipeline its own.
 

@@ -116,6 +116,7 @@ class PlanRequest:
             plan,
             workload=self.workload.reference,
             profile=self.profile.reference,
+            engine=(self.profile.engine or None) if self.profile.reference is None else None,
             cluster=gpus.reference if gpus else None,
             fit_context=self.fit_context,
         )

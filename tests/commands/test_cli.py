@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from exeplan.cli import main
+from exeplan.core.plan import save_plan
 from exeplan.core.profile import Profile, save_profile
 from exeplan.planner.load_problem import load_plan, plan_problem, read_plan
 from exeplan.policies import policy_names
@@ -331,6 +332,27 @@ def test_without_a_profile_times_are_those_of_the_clusters_datasheet(
     assert "corrected by measured serving runs: passes of 16 rows" in capsys.readouterr().out
     refused = "exeplan optimize: --engine goes with the times of a datasheet; give it to `exeplan profile` instead"
     assert answer(capsys, [*same, "--engine", "vllm"]) == refused
+
+
+def test_a_plan_without_a_profile_replays_with_the_times_of_the_datasheet_that_it_was_made_with(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--workload", LAW, "--latency-bound", "inf", "--policy", "orca", "--max-num-seqs", "8"]
+    by_datasheet = ["optimize", "--model", "llama-3.1-8b", "--cluster", "h100", "--gpus", "1", *asked]
+    assert main([*by_datasheet, "-o", "plan.yaml"]) == 0
+    assert main([*by_datasheet, "--engine", "vllm", "-o", "vllm.yaml"]) == 0
+    plan = load_plan(folder / "vllm.yaml")
+    assert (load_plan(folder / "plan.yaml").engine, plan.engine) == (None, "vllm")
+    for name in ("plan.yaml", "vllm.yaml"):
+        assert main(["simulate", name, "-o", "again.yaml"]) == 0
+        again, before = load_plan(folder / "again.yaml"), load_plan(folder / name)
+        assert (again.estimate, again.engine) == (before.estimate, before.engine)
+    capsys.readouterr()
+    save_plan(replace(plan, engine=None, kv_dtype="fp8"), folder / "other.yaml")
+    made = "`exeplan profile llama-3.1-8b --datasheet h100-80gb --cluster h100 --dtype bfloat16 --kv-dtype fp8 -o"
+    assert made in answer(capsys, ["simulate", "other.yaml"])
+    save_plan(replace(plan, profile_fingerprint="0123456789abcdef"), folder / "other.yaml")
+    assert "--dtype bfloat16 --engine vllm -o profile.json` makes it)" in answer(capsys, ["simulate", "other.yaml"])
 
 
 def test_a_share_of_each_gpu_is_what_a_plan_may_use(

@@ -131,6 +131,7 @@ def _fields(plan: Plan) -> dict[str, str]:
         "workload": plan.workload,
         "workload lengths": plan.workload_fingerprint,
         "profile": plan.profile,
+        "engine": plan.engine,
         "profile rows": plan.profile_fingerprint,
         **{
             what: getattr(plan, what)

@@ -46,14 +46,16 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.drift.watch import Watch
     from exeplan.errors import InputError
     from exeplan.planner.choice.optimize import resolve_policies
-    from exeplan.planner.load_problem import plan_problem, read_plan
+    from exeplan.planner.load_problem import other_times, plan_problem, read_plan
     from exeplan.planner.reports.tables import json_line
-    from exeplan.progress import followed
+    from exeplan.progress import followed, note
     from exeplan.workload.arrivals import parse_rate
     from exeplan.workload.files import load_workload
 
     plan = read_plan(args.plan)
     problem = plan_problem(plan, profile=args.profile or api.plan_profile(plan), workload=args.workload)
+    if args.profile is None:
+        note(other_times(plan, problem.profile))
     workload = load_workload(args.trace)
     if plan.fit_context:
         reference = args.workload or plan.workload or ""

@@ -90,6 +90,7 @@ def _with_plug_in(args: argparse.Namespace, plan: "Plan", spec: "ModelSpec", mod
 def _costs(plan: "Plan", exported: "Export") -> Iterator[str]:
     """What the plan is expected to do as the engine schedules it, where that is otherwise than planned."""
     from exeplan import api
+    from exeplan.planner.load_problem import other_times
     from exeplan.units import show_seconds
 
     if exported.as_run is None or plan.replay is None:
@@ -101,6 +102,7 @@ def _costs(plan: "Plan", exported: "Export") -> Iterator[str]:
         yield "what that costs is not known: the plan names no profile to replay it"
         return
     simulation = api.simulate(exported.as_run, profile=profile)
+    yield from other_times(plan, simulation.request.profile)
     found, broken = simulation.replay, simulation.broken_bound
     yield (
         f"replayed as {exported.engine} schedules it: {found.throughput:.3g} requests/s where the plan has "

@@ -46,8 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from exeplan import api
     from exeplan.core.plan import as_json
+    from exeplan.planner.load_problem import other_times, read_plan
     from exeplan.planner.reports.tables import evidence_rows, json_line
     from exeplan.planner.simulation import check_saved
+    from exeplan.progress import note
     from exeplan.simulator.timeline import check_timeline
 
     if args.output:
@@ -56,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         check_timeline(args.timeline)
     options = ("profile", "workload", "cluster", "arrival_rate", "arrivals", "requests", "seed", "steady_state")
     simulation = api.simulate(args.plan, **{name: getattr(args, name) for name in options})
+    if args.profile is None:
+        note(other_times(read_plan(args.plan), simulation.request.profile))
     if args.timeline:
         simulation.write_timeline(args.timeline)
     if args.output:

@@ -206,6 +206,16 @@ def _of_datasheet(plan: Plan) -> str:
     return f" (`exeplan profile {words} -o profile.json` makes it)"
 
 
+def other_times(plan: Plan, profile: Profile) -> list[str]:
+    """A sentence where the plan's own profile has other times than it was made with: it may have grown since."""
+    if plan.profile_fingerprint in (None, profile.fingerprint):
+        return []
+    return [
+        f"{plan.profile} is not as it was when the plan was made (fingerprint {profile.fingerprint}, then "
+        f"{plan.profile_fingerprint}): figures are by its times of now, the plan's own by those of then"
+    ]
+
+
 def plan_request(
     plan: Plan,
     *,

@@ -57,6 +57,22 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return captured.err.strip()
 
 
+def test_a_profile_that_is_not_the_one_of_the_plan_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "hand.yaml", "-o", "plan.yaml"]) == 0
+    assert main(["simulate", "plan.yaml"]) == 0
+    assert "note:" not in capsys.readouterr().err
+    own = load_plan(folder / "plan.yaml").profile_fingerprint
+    slower = replace(load_profile(folder / "p.json"), calibration=2.0)
+    save_profile(slower, folder / "p.json")
+    changed = f"p.json is not as it was when the plan was made (fingerprint {slower.fingerprint}, then {own})"
+    (folder / "trace.csv").write_text("input_tokens,output_tokens\n" + "40,12\n" * 50)
+    for argv in (["simulate", "plan.yaml"], ["drift", "trace.csv", "--plan", "plan.yaml"]):
+        assert main(argv) == 0
+        assert changed in capsys.readouterr().err
+    assert main(["simulate", "plan.yaml", "--profile", "p.json"]) == 0
+    assert "note:" not in capsys.readouterr().err
+
+
 def test_a_plan_for_a_cluster_replays_the_same_from_another_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,7 @@ from exeplan.profiler.datasheets.engine_constants import (
     with_engine,
 )
 from exeplan.progress import SILENT, Told
-from exeplan.units import num_bytes, seconds
+from exeplan.units import num_bytes, seconds, show_bytes
 from exeplan.workload import files as workloads
 from exeplan.workload.arrivals import parse_arrivals, parse_rate
 from exeplan.workload.deadlines import Deadlines, parse_deadlines
@@ -251,6 +251,7 @@ def optimize(
     rate = parse_arrivals(_text(arrival_rate), lengths, of_trace=arrivals == "trace")
     least = parse_rate(str(min_throughput), "--min-throughput") if min_throughput is not None else 0.0
     part, whole = _gpus(measured, cluster, gpus)
+    _check_memory(bytes_of_each, measured, part)
     if gpus == "auto" and rate is None and not least:
         raise InputError("--gpus auto needs an --arrival-rate, --arrivals trace or --min-throughput to meet")
     return solve_by_threads(
@@ -477,6 +478,17 @@ def _check_utilization(share: float | None, profile: Profile) -> None:
     check_utilization(share, "--gpu-memory-utilization")
     if profile.device.kind != "cuda":
         raise InputError("--gpu-memory-utilization is for GPUs, the profile is of a CPU; use --memory")
+
+
+def _check_memory(asked: int | None, profile: Profile, cluster: Cluster | None) -> None:
+    """Raises InputError for more than a device has."""
+    there = cluster.memory_bytes if cluster else profile.device.memory_bytes
+    if asked is not None and asked > there:
+        where = "a cluster file can say that it has more" if profile.device.kind == "cuda" else "leave it out for 90 %"
+        raise InputError(
+            f"--memory is of each device, and {profile.device.name} has {show_bytes(there)}, less than "
+            f"{show_bytes(asked)}; {where}"
+        )
 
 
 def _gpus(

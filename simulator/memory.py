@@ -13,7 +13,7 @@ from exeplan.core.models.layer_costs import (
     layer_parameters,
     model_parameters,
 )
-from exeplan.core.models.model import DTYPE_BYTES
+from exeplan.core.models.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.pass_memory import DEFAULT_PASSES, GRAPHS_SHARE, LEAST_PASSES, LargestPasses, passes_bytes
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement, Schedule, Sharding, servers
@@ -118,11 +118,16 @@ def kv_bytes_per_token(profile: Profile, placement: Placement, number: int) -> f
     """On one GPU of a stage, of all requests' tokens. Where there are fewer key and value heads than GPUs, heads are
     replicated; ranks of attention data parallelism, and servers of one phase, each hold the tokens of their own
     requests."""
+    return cache_bytes_per_token(profile.model, profile.cache_dtype, placement, number)
+
+
+def cache_bytes_per_token(spec: ModelSpec, dtype: str, placement: Placement, number: int) -> float:
+    """The same of a model whose keys and values are kept in this dtype."""
     stage = placement[number]
     caches = stage.data_parallel_size * len(servers(placement, stage.phase))
     layers = stage.layers[1] - stage.layers[0]
-    spread = min(stage.tensor_parallel_size, profile.model.num_kv_shares)
-    return layers * layer_kv_bytes_per_token(profile.model, profile.cache_dtype) / spread / caches
+    spread = min(stage.tensor_parallel_size, spec.num_kv_shares)
+    return layers * layer_kv_bytes_per_token(spec, dtype) / spread / caches
 
 
 def weight_bytes(profile: Profile, placement: Placement, number: int) -> float:

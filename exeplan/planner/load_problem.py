@@ -22,6 +22,8 @@ from exeplan.planner.problems.check_placement import check_devices, check_placem
 from exeplan.planner.problems.problem import Problem
 from exeplan.policies import check_schedule
 from exeplan.scheduling.largest_passes import with_finite_context
+from exeplan.simulator.memory import cache_bytes_per_token, weight_bytes
+from exeplan.units import show_bytes
 from exeplan.workload.arrivals import Arrivals, trace_arrivals
 from exeplan.workload.deadlines import parse_deadlines
 from exeplan.workload.files import load_workload
@@ -92,9 +94,11 @@ def plan_model(plan: Plan) -> ModelSpec:
 
 def plan_sizes(plan: Plan) -> ModelSpec:
     """The same for what needs no weights: of the plan's profile where the model is not on this machine."""
-    if plan.profile is None or not Path(plan.profile).exists():
-        return plan_model(plan)
-    return _checked(plan, _planned_model(plan, load_profile(Path(plan.profile))))
+    profile = load_profile(Path(plan.profile)) if plan.profile and Path(plan.profile).exists() else None
+    spec = _checked(plan, _planned_model(plan, profile)) if profile else plan_model(plan)
+    own = profile if profile and profile.model.fingerprint == spec.fingerprint else None
+    _check_cache(plan, spec, own, load_cluster(plan.cluster) if plan.cluster else None)
+    return spec
 
 
 def _checked(plan: Plan, spec: ModelSpec) -> ModelSpec:
@@ -114,6 +118,30 @@ def _checked(plan: Plan, spec: ModelSpec) -> ModelSpec:
         check_placement(group.placement, spec, group.schedule)
     check_devices(_all_stages(plan))
     return spec
+
+
+def _check_cache(plan: Plan, spec: ModelSpec, profile: Profile | None, cluster: Cluster | None) -> None:
+    """Raises InputError where a device has less memory than the KV cache of a replica takes, with its weights if there
+    is a profile, which says them."""
+    dtype = profile.cache_dtype if profile else plan.kv_dtype or plan.dtype
+    if cluster:
+        device, memory = cluster.device, cluster.memory_bytes
+    elif profile:
+        device, memory = profile.device.name, profile.device.memory_bytes
+    if dtype is None or not (cluster or profile):
+        return
+    for group in plan.groups:
+        for number, stage in enumerate(group.placement):
+            if not group.kv_cache_tokens or stage.phase == "prefill":
+                continue
+            each = cache_bytes_per_token(spec, dtype, group.placement, number)
+            weights = weight_bytes(profile, group.placement, number) if profile else 0.0
+            if (held := group.kv_cache_tokens * each + weights) > memory:
+                raise InputError(
+                    f"the plan's kv_cache_tokens, {group.kv_cache_tokens}, take {show_bytes(held)} of a device"
+                    f"{' with its weights' if profile else ''}; {device} has {show_bytes(memory)}, enough for at most "
+                    f"{max(int((memory - weights) / each), 0)}"
+                )
 
 
 def _all_stages(plan: Plan) -> Placement:
@@ -234,6 +262,7 @@ def plan_request(
     spec = _checked(plan, _planned_model(plan, measured))
     measured = profile_for(spec, measured).with_threads(plan.num_threads)
     gpus = plan_cluster(plan, measured, cluster)
+    _check_cache(plan, spec, measured, gpus)
     requests = plan_lengths(plan, workload)
     # Another schedule keeps the order, unless only the plan's own policy has it.
     order = plan.schedule.order if plan.schedule.order in ORDERS else "das"

@@ -194,6 +194,7 @@ def test_a_replay_that_breaks_the_bound_ends_with_status_2(folder: Path, capsys:
             {"memory": "1MB"},
             "demo needs 21.7 MiB for weights, workspace and one request of 104 tokens; affine has 1.0 MiB for it",
         ),
+        ({"memory": "500GiB"}, "--memory is of each device, and affine has "),
         ({"memory": "-1MB"}, "--memory must be above zero, found '-1MB'"),
         ({"max_num_seqs": "0"}, "--max-num-seqs must lie between 1 and 65536, found 0"),
         ({"max_num_seqs": "1000000000"}, "--max-num-seqs must lie between 1 and 65536, found 1000000000"),

@@ -73,6 +73,22 @@ def test_a_profile_that_is_not_the_one_of_the_plan_is_named(folder: Path, capsys
     assert "note:" not in capsys.readouterr().err
 
 
+def test_a_cache_that_no_device_has_the_memory_for_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "large.yaml").write_text(f"{BY_HAND}kv_cache_tokens: 99999999\ndtype: float32\n")
+    for argv in (["simulate", "large.yaml"], ["export", "large.yaml", "--to", "vllm", "--model", "a/b"]):
+        said = refused(capsys, *argv)
+        assert "the plan's kv_cache_tokens, 99999999, take " in said
+        assert "of a device with its weights; affine has 8.00 GiB, enough for at most " in said
+    most = int(said.split()[-1])
+    (folder / "large.yaml").write_text(f"{BY_HAND}kv_cache_tokens: {most // 2}\n")
+    assert main(["simulate", "large.yaml"]) == 0
+    capsys.readouterr()
+    without = BY_HAND.replace("profile: p.json\n", "")
+    (folder / "bare.yaml").write_text(f"{without}kv_cache_tokens: 99999999\ndtype: float32\n")
+    bare = refused(capsys, "export", "bare.yaml", "--to", "vllm", "--model", "a/b")
+    assert "of a device; affine has 8.00 GiB, enough for at most " in bare
+
+
 def test_a_plan_for_a_cluster_replays_the_same_from_another_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -308,7 +308,7 @@ def test_a_model_that_does_not_run_here_is_refused_without_a_note(
     config |= {"intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 128, "sliding_window": 64}
     (folder / "config.json").write_text(json.dumps(config))
     refusal = answer(capsys, ["profile", ".", "-o", "x.json"])
-    assert refusal.startswith("exeplan profile: no model family 'phi3'; there are")
+    assert refusal.startswith("exeplan profile: no model family 'phi3' is run; there are")
 
 
 def test_without_a_profile_times_are_those_of_the_clusters_datasheet(

@@ -51,6 +51,7 @@ ALLOWED = {
         "LMDeploy 0.18": "a version",
         "Inference 3.0 to 3.3": "versions",
         " (1.1) take": "a version",
+        "1 ms and 5 us a row": "inputs, from the datasheets",
     },
     "docs/reference/http.md": {
         "A schema may have 64 KiB and a regex 16,384 characters": "limits",

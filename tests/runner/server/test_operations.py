@@ -59,8 +59,9 @@ def test_every_line_is_one_object_with_time_and_level(logged):
     for record in logged[0]:
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record["time"])
         assert {"level", "logger", "message"} <= set(record)
-    first, then = (record["message"] for record in logged[0][:2])
+    first, cache, then = (record["message"] for record in logged[0][:3])
     assert first.startswith("listening at http://127.0.0.1:")
+    assert cache.startswith("allocating a KV cache of ")
     assert then.startswith("serving tiny with rra(")
 
 

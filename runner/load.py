@@ -43,8 +43,9 @@ AT_ONCE = 2048
 _SPARE_FILES = 64
 AFTER_CUT = 1.0
 """Seconds after the end of a run that was cut at which its records have the tokens that were not seen."""
-_EXPIRED, _FULL = 408, 429
-"""The status of a request that had not begun by its deadline, and of one for which there is no room."""
+_BAD, _EXPIRED, _FULL = 400, 408, 429
+"""The status of a request that asks for what cannot be, of one that had not begun by its deadline, and of one for which
+there is no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,6 +363,10 @@ async def play_url(
     return records
 
 
+class BadRequestError(InputError):
+    """A server refused a request for what it asks (400)."""
+
+
 class _RefusedError(Exception):
     """The server has no room for a request now."""
 
@@ -468,7 +473,8 @@ def _check(status: int, answer: str, index: int) -> None:
     if status == 200:
         return
     sentence = f"request {index} was answered {status}: {answer[:200]}"
-    raise _RefusedError(sentence) if status == _FULL else InputError(sentence)
+    kinds: dict[int, type[Exception]] = {_BAD: BadRequestError, _FULL: _RefusedError}
+    raise kinds.get(status, InputError)(sentence)
 
 
 def _record(load: Load, index: int, request: _InFlight, *, expired: bool = False) -> RequestRecord:
@@ -505,11 +511,13 @@ def trusting(tls_ca: Path | None) -> ssl.SSLContext:
 
 
 class ServedModel(NamedTuple):
-    """What a server lists."""
+    """What a server lists; None for what it does not say."""
 
     name: str
     max_context: int | None
-    """Tokens of a request, with its answer; None where the server does not say."""
+    """Tokens of a request, with its answer."""
+    vocab_size: int | None
+    """As exeplan's server states it; those of others do not."""
 
 
 def served_model(url: str, api_key: str | None = None, tls_ca: Path | None = None) -> ServedModel:
@@ -524,8 +532,8 @@ def served_model(url: str, api_key: str | None = None, tls_ca: Path | None = Non
         tls = urllib.request.HTTPSHandler(context=trusting(tls_ca))
         with urllib.request.build_opener(urllib.request.ProxyHandler({}), tls).open(request, timeout=10) as answer:
             model = json.load(answer)["data"][0]
-            context = model.get("max_model_len")
-            return ServedModel(str(model["id"]), context if isinstance(context, int) else None)
+            sizes = (model.get(name) for name in ("max_model_len", "vocab_size"))
+            return ServedModel(str(model["id"]), *(size if isinstance(size, int) else None for size in sizes))
     except urllib.error.HTTPError as error:
         raise InputError(f"{url} does not list its models: {error}") from None
     except urllib.error.URLError as error:

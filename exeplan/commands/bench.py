@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 POSITION = 80
 _CLIENT = ("aiohttp", "prometheus_client")
+_VOCABULARY = 1000
+"""Tokens of random prompts for a server that does not state its own; few models have fewer."""
 _TIMES = """
 times at the client: ttft, from sending a request to its first token; tpot, from the first token to the last over the
 tokens after the first, a mean a request; itl, between two successive tokens of a request; latency, to the last token"""
@@ -58,7 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-stream", action="store_true", help="with --url: whole answers, without times of single tokens"
     )
-    parser.add_argument("--vocab-size", type=int, default=1000, help="of the random prompts for a server without PLAN")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help=f"of the random prompts, without PLAN (default: what the server states, else {_VOCABULARY})",
+    )
     parser.add_argument("--model-dir", metavar="DIR", help="where the model is now (default: where the plan says)")
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto")
     parser.add_argument(
@@ -404,7 +411,7 @@ def _play_url(
 def _bench_url_only(args: argparse.Namespace) -> int:
     from exeplan.core.runs.metrics import summarize
     from exeplan.errors import InputError
-    from exeplan.runner.load import served_model
+    from exeplan.runner.load import BadRequestError, served_model
     from exeplan.workload.files import load_workload
 
     if not (args.url and args.workload):
@@ -416,7 +423,16 @@ def _bench_url_only(args: argparse.Namespace) -> int:
             raise InputError(f"{args.url} does not state its model's context, to which --fit-context scales")
         workload = workload.fit_context(model.max_context)
     load = _load(args, workload, None)
-    records, counted = _play_url(args, load, model.name, vocab_size=args.vocab_size)
+    size = args.vocab_size or model.vocab_size or _VOCABULARY
+    try:
+        records, counted = _play_url(args, load, model.name, vocab_size=size)
+    except BadRequestError as error:
+        if args.vocab_size or model.vocab_size:
+            raise
+        raise InputError(
+            f"{error}; its prompt was of random token ids below {size}, as the server does not state its vocabulary: "
+            "--vocab-size N gives it"
+        ) from None
     measured = summarize(records, p99_output=workload.output_quantile(0.99), backlog=load.backlog)
     client = _Client.of(records, counted)
     _print(args, None, workload, load, measured=measured, replayed=None, gaps=_gaps(measured=records), client=client)

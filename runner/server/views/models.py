@@ -41,6 +41,8 @@ class ModelCard(TypedDict):
     parent: None
     max_model_len: int
     """Tokens of a prompt and its output; vLLM's name."""
+    vocab_size: int
+    """Token ids are below it."""
     permission: list[Permission]
 
 
@@ -74,6 +76,7 @@ def _card(service: Service) -> ModelCard:
         "root": service.spec.name,
         "parent": None,
         "max_model_len": service.max_context,
+        "vocab_size": service.spec.vocab_size,
         "permission": [_permission(service)],
     }
 

@@ -1,6 +1,9 @@
 """`exeplan bench URL` on a server that is not known: its figures, and the server's own beside them."""
 
 import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -8,7 +11,7 @@ from exeplan.cli import main
 
 
 def bench(server, capsys, *words: str) -> str:
-    load = ("--workload", "fixed:in=8;out=5", "--requests", "12", "--vocab-size", "50", "--api-key", server.api_key)
+    load = ("--workload", "fixed:in=8;out=5", "--requests", "12", "--api-key", server.api_key)
     assert main(["bench", server.url, *load, *words]) == 0
     return capsys.readouterr().out
 
@@ -37,8 +40,44 @@ def test_times_at_the_client_are_not_below_the_servers(alone, capsys):
 
 
 def test_lengths_are_scaled_to_the_servers_context(alone, capsys):
-    words = ["bench", alone.url, "--workload", "mooncake-conv", "--api-key", alone.api_key, "--vocab-size", "50"]
+    words = ["bench", alone.url, "--workload", "mooncake-conv", "--api-key", alone.api_key]
     assert main([*words, "--requests", "4", "--fit-context"]) == 0
     assert "4 requests, " in capsys.readouterr().out
     assert main([*words, "--requests", "4"]) == 2
     assert "was answered 400" in capsys.readouterr().err
+
+
+class SmallVocabulary(BaseHTTPRequestHandler):
+    """An engine with a path of its own that does not state its vocabulary, of which the prompts are not."""
+
+    def do_GET(self) -> None:
+        self._answer(200, {"data": [{"id": "m"}]}) if self.path == "/engine/v1/models" else self._answer(404, {})
+
+    def do_POST(self) -> None:
+        self._answer(400, {"error": {"message": "no such token id"}})
+
+    def _answer(self, status: int, body: object) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def other_engine() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), SmallVocabulary) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/engine"
+        server.shutdown()
+
+
+def test_a_vocabulary_that_no_server_states_is_asked_for(other_engine, capsys):
+    words = ["bench", other_engine, "--workload", "fixed:in=8;out=5", "--requests", "2"]
+    assert main(words) == 2
+    assert capsys.readouterr().err.rstrip().endswith("does not state its vocabulary: --vocab-size N gives it")
+    assert main([*words, "--vocab-size", "900"]) == 2
+    assert "--vocab-size" not in capsys.readouterr().err

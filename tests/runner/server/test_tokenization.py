@@ -82,6 +82,7 @@ def test_the_model_has_the_fields_that_clients_of_vllm_read(server, checkpoint):
         CONTEXT,
     )
     assert card["created"] > 0
+    assert card["vocab_size"] == json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     assert [one["allow_sampling"] for one in card["permission"]] == [True]
     assert answer_of(server, "/v1/models/tiny") == card
 

@@ -336,6 +336,7 @@ async def play_url(
         note([f"{few} of these requests are sent at a time, as no more files may be open here (ulimit -n)"])
         at_once = few
     gate, began = _Gate(at_once), time.perf_counter()
+    asked = f"{server_root(url)}/v1/completions"
     connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=trusting(tls_ca))
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=authorization(api_key)) as client:
@@ -348,7 +349,7 @@ async def play_url(
             while True:
                 try:
                     async with gate:
-                        return await play(client, f"{url.rstrip('/')}/v1/completions", body, load, index, began)
+                        return await play(client, asked, body, load, index, began)
                 except _RefusedError as refusal:
                     if not (waits_here and gate.inside):  # Nothing of this load would make room.
                         raise InputError(str(refusal)) from None
@@ -357,7 +358,7 @@ async def play_url(
         try:
             records = list(await asyncio.gather(*(one(index) for index in range(number))))
         except (aiohttp.ClientError, OSError) as error:
-            raise InputError(f"{url} does not answer: {error or type(error).__name__}") from None
+            raise InputError(f"{asked} does not answer: {error or type(error).__name__}") from None
     if gate.limit < at_once:
         note([f"the server took {gate.limit} of these requests at a time and refused more; the others waited here"])
     return records
@@ -520,6 +521,11 @@ class ServedModel(NamedTuple):
     """As exeplan's server states it; those of others do not."""
 
 
+def server_root(url: str) -> str:
+    """A server's URL without the `/v1` of the base URL that OpenAI's clients take."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def served_model(url: str, api_key: str | None = None, tls_ca: Path | None = None) -> ServedModel:
     """The model that a server serves. Raises InputError when the server does not list it."""
     import urllib.error
@@ -527,16 +533,17 @@ def served_model(url: str, api_key: str | None = None, tls_ca: Path | None = Non
 
     if not url.startswith(("http://", "https://")):
         raise InputError(f"the server's URL must begin with http:// or https://, found '{url}'")
+    asked = f"{server_root(url)}/v1/models"
     try:
-        request = urllib.request.Request(f"{url.rstrip('/')}/v1/models", headers=authorization(api_key))
+        request = urllib.request.Request(asked, headers=authorization(api_key))
         tls = urllib.request.HTTPSHandler(context=trusting(tls_ca))
         with urllib.request.build_opener(urllib.request.ProxyHandler({}), tls).open(request, timeout=10) as answer:
             model = json.load(answer)["data"][0]
             sizes = (model.get(name) for name in ("max_model_len", "vocab_size"))
             return ServedModel(str(model["id"]), *(size if isinstance(size, int) else None for size in sizes))
     except urllib.error.HTTPError as error:
-        raise InputError(f"{url} does not list its models: {error}") from None
+        raise InputError(f"{asked} does not list the models: {error}") from None
     except urllib.error.URLError as error:
-        raise InputError(f"{url} does not answer: {error.reason}") from None
+        raise InputError(f"{asked} does not answer: {error.reason}") from None
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise InputError(f"{url} does not list its models: {error or type(error).__name__}") from None
+        raise InputError(f"{asked} does not list the models: {error or type(error).__name__}") from None

@@ -39,7 +39,10 @@ _SETTLE_SECONDS = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "target", nargs="?", metavar="PLAN|URL", help="a plan, or a running server such as http://127.0.0.1:8000"
+        "target",
+        nargs="?",
+        metavar="PLAN|URL",
+        help="a plan, or a running server such as http://127.0.0.1:8000, with or without /v1",
     )
     parser.add_argument("--url", help="with PLAN: the server that runs it")
     parser.add_argument("--workload", metavar="W", help="instead of the plan's own")
@@ -90,12 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from exeplan.errors import InputError
     from exeplan.extras import SERVING, require
+    from exeplan.runner.load import server_root
 
     args.plan = Path(args.target) if args.target else None
     if args.target and args.target.startswith(("http://", "https://")):
         if args.url:
             raise InputError(f"two servers were given, {args.target} and {args.url}")
         args.url, args.plan = args.target, None
+    args.url = server_root(args.url) if args.url else None
     require("a load", *(_CLIENT if args.url else SERVING))
     for name in ("requests", "concurrency", "rate", "vocab_size"):
         value = getattr(args, name)

@@ -276,7 +276,10 @@ def test_simulate_answers_a_mistake_in_one_sentence(
         (["bench"], "exeplan bench: give a PLAN, or a URL and --workload"),
         (["bench", "http://a:1", "--url", "http://b:2"], "exeplan bench: two servers were given, http://a:1 and http"),
         (["bench", "http://127.0.0.1:1"], "exeplan bench: give a PLAN, or a URL and --workload"),
-        (["bench", "http://127.0.0.1:1", "--workload", LAW], "exeplan bench: http://127.0.0.1:1 does not answer"),
+        (
+            ["bench", "http://127.0.0.1:1", "--workload", LAW],
+            "exeplan bench: http://127.0.0.1:1/v1/models does not",
+        ),
         (["bench", "hand.yaml", "--fit-context"], "exeplan bench: --fit-context goes with URL; a plan states what"),
         (["bench", "hand.yaml"], "exeplan bench: the plan names no workload; give one with --workload"),
         (["bench", "hand.yaml", "--rate", "-2"], "exeplan bench: --rate must be above zero, found -2.0"),

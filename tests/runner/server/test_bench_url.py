@@ -47,6 +47,14 @@ def test_lengths_are_scaled_to_the_servers_context(alone, capsys):
     assert "was answered 400" in capsys.readouterr().err
 
 
+def test_the_base_url_of_openais_clients_is_taken(alone, capsys):
+    words = ["--workload", "fixed:in=8;out=5", "--requests", "4", "--api-key", alone.api_key]
+    assert main(["bench", f"{alone.url}/v1/", *words]) == 0
+    assert "the server's own metrics: 4 requests, " in capsys.readouterr().out
+    assert main(["bench", f"{alone.url}/v2", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"exeplan bench: {alone.url}/v2/v1/models does not list the models")
+
+
 class SmallVocabulary(BaseHTTPRequestHandler):
     """An engine with a path of its own that does not state its vocabulary, of which the prompts are not."""
 

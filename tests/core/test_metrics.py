@@ -1,5 +1,6 @@
 """Every figure of a run follows from its requests' timestamps by the module's definitions."""
 
+import numpy as np
 import pytest
 
 from exeplan.core.runs.metrics import RequestRecord, summarize, window
@@ -121,6 +122,33 @@ def test_longest_requests_in_few_batches_have_no_interval() -> None:
     assert found.value == pytest.approx(4.0 + 19 * 2.0)
     assert found.low is None
     assert estimate.notes == ("latency: the longest requests ran in 3 batches, too few for an interval",)
+
+
+def full_slots(seed: int) -> list[RequestRecord]:
+    """Thirty requests of 8 to 59 tokens on 16 slots, the next of which begins when a slot is free."""
+    rng, free = np.random.default_rng(seed), np.zeros(16)
+    records = []
+    for outputs in rng.integers(8, 60, 30):
+        slot = int(np.argmin(free))
+        times = free[slot] + 0.07 + 0.006 * rng.uniform(0.9, 1.1) * np.arange(outputs)
+        records.append(request(float(free[slot]), *times.tolist()))
+        free[slot] = times[-1]
+    return records
+
+
+def test_percentiles_rise_with_their_share_also_where_the_window_does_not_show_all_of_them() -> None:
+    cut_off = 0
+    for seed in range(200):
+        estimate = summarize(full_slots(seed), p99_output=59, bound_metric="p90-requests")
+        assert estimate.latency is not None
+        assert estimate.latency_p50 <= estimate.latency <= estimate.latency_p99, seed
+        found = estimate.evidence["latency_p99"]
+        assert found.low is None or found.low <= found.value
+        cut_off += any(
+            note.startswith("latency p99: ") and note.endswith("they count as they went on after it")
+            for note in estimate.notes
+        )
+    assert cut_off > 50
 
 
 def test_memory_is_passed_through() -> None:

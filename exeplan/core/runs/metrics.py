@@ -316,10 +316,7 @@ class _Seen:
             rate = scaled(tokens, 1 / float(np.mean(self.requests.output_tokens[self.requests.answered])))
             found |= {"attainment": scaled(kept, served), "goodput": product(kept, rate)}
         if law.cut and any(name != "ttft" for bound in bounds for name in quantities(bound)):
-            return found, (
-                f"bounds: {100 * law.cut:.2g} % of the requests take longer than the steady window shows; they count "
-                "as they went on after it",
-            )
+            return found, (f"bounds: {_cut_off(law)}",)
         return found, ()
 
     def _of_bound(self, bound: Bound, law: ProductLimit, times: RequestTimes) -> Figure:
@@ -382,16 +379,22 @@ class _Seen:
         )
 
     def percentile(self, share: float) -> tuple[Figure, str]:
-        """Of the whole times of requests, and a sentence where the product limit has none."""
+        """Of the whole times of requests. Where the product limit has none, those that were cut off later than any
+        ended count as they went on, so that it is above all that the limit has; a sentence says so."""
         found = self.law.percentile(share, self.window)
         if math.isfinite(found.value):
             return found, ""
-        begins, lasts = self.begins[self.inside], self.requests.last_tokens[self.inside]
-        late = ProductLimit.of(begins, lasts, opens=-math.inf, closes=math.inf).percentile(share, self.window)
-        return replace(late, low=None if found.low is None else min(found.low, late.value), high=math.inf), (
-            f"{np.count_nonzero(lasts > self.window.closes):,} of {len(lasts):,} requests had not ended when the "
-            "steady window closed, so that it includes what followed"
-        )
+        spans = (self.requests.last_tokens - self.begins)[self.some]
+        late = self.law.quantile(spans, share, self.window, together=False)
+        return replace(late, high=math.inf), _cut_off(self.law)
+
+
+def _cut_off(law: ProductLimit) -> str:
+    """A sentence on requests that ended after the window."""
+    return (
+        f"{100 * law.cut:.2g} % of the requests take longer than the steady window shows; they count as they went on "
+        "after it"
+    )
 
 
 def request_times(

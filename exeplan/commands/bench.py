@@ -30,9 +30,15 @@ POSITION = 80
 _CLIENT = ("aiohttp", "prometheus_client")
 _VOCABULARY = 1000
 """Tokens of random prompts for a server that does not state its own; few models have fewer."""
+_FROM_PREFILL = "ttft and latency from the start of a request's first prefill, its wait left out"
+_FROM_SENDING = (
+    "measured ttft and latency from sending a request, its wait included: the server does not say when a prefill begins"
+)
+_FROM_ARRIVAL = "; the bound's latency from its arrival"
 _TIMES = """
-times at the client: ttft, from sending a request to its first token; tpot, from the first token to the last over the
-tokens after the first, a mean a request; itl, between two successive tokens of a request; latency, to the last token"""
+times at the client, from sending a request, its wait included: ttft, to its first token; tpot, from the first token to
+the last over the tokens after the first, a mean a request; itl, between two successive tokens of a request; latency, to
+the last token"""
 _SETTLE_SECONDS = 1.0
 """Until a server has counted its last requests."""
 
@@ -251,13 +257,16 @@ class _Client:
     server: "ServerRun | None"
     """None of a server without such metrics."""
     differing: list[str]
+    tells_prefills: bool
+    """Whether the server says when the first prefill of a request began, so that its wait is told apart."""
 
     @classmethod
     def of(cls, records: "list[RequestRecord]", server: "ServerRun | None") -> "_Client":
         from exeplan.core.runs.metrics import client_times
 
         differing = server.disagreements(records) if server else []
-        return cls(times=client_times(records), server=server, differing=differing)
+        told = any(record.start > record.arrival for record in records)
+        return cls(times=client_times(records), server=server, differing=differing, tells_prefills=told)
 
     def __str__(self) -> str:
         from exeplan.planner.reports.tables import table
@@ -268,7 +277,7 @@ class _Client:
         if not (server := self.server):
             return "\n".join([*lines, "the server shows no metrics that these could be held against"])
         counted = f"{server.requests} requests, {server.prompt_tokens} prompt and {server.output_tokens} output tokens"
-        means = f"mean ttft {show_seconds(server.ttft)}, latency {show_seconds(server.latency)}"
+        means = f"mean ttft {show_seconds(server.ttft)}, latency {show_seconds(server.latency)}, from arrival there"
         lines.append(f"the server's own metrics: {counted}{'' if self.differing else ', as sent'}; {means}")
         lines += [f"note: {line}; others use it at the same time, or it counts otherwise" for line in self.differing]
         return "\n".join(lines)
@@ -496,8 +505,9 @@ def _print(
         return
     what = str(plan.schedule) if plan else args.url
     copies = f"{plan.num_replicas} replicas of " if plan and plan.num_replicas > 1 else ""
-    print(f"{copies}{what} on {workload.name}, {len(load.input_tokens)} requests\n")
-    print(predicted_and_measured(predicted=predicted, replay=replayed, measured=measured))
+    compared = partial(predicted_and_measured, metric=_unbounded_metric(plan))
+    print(f"{copies}{what} on {workload.name}, {len(load.input_tokens)} requests\n\n{_counted_from(plan, client)}\n")
+    print(compared(predicted=predicted, replay=replayed, measured=measured))
     if notes := notes_on(replay=replayed, measured=measured):
         print(notes)
     where = ", ".join(f"{show_seconds(value)} {name.replace('_', ' ')}" for name, value in gaps.items())
@@ -506,11 +516,31 @@ def _print(
         print(client)
     if even and client and client.server:
         print(f"\n{client.server.speed}; at the speed that the machine had while it was profiled:\n")
-        print(predicted_and_measured(predicted=predicted, replay=replayed, measured=even))
+        print(compared(predicted=predicted, replay=replayed, measured=even))
     if slowed:
-        print(f"\n{slowed[0]}\n\n{predicted_and_measured(predicted=None, replay=slowed[1], measured=measured)}")
+        print(f"\n{slowed[0]}\n\n{compared(predicted=None, replay=slowed[1], measured=measured)}")
     if split:
-        _print_split(split, predicted=predicted, replayed=replayed, measured=measured)
+        compared = partial(compared, predicted=predicted, replay=replayed)
+        _print_split(split, compared, measured)
+
+
+def _counted_from(plan: "Plan | None", client: _Client | None) -> str:
+    """From when the times of the first table count."""
+    from exeplan.core.bounds import is_deadline
+
+    due = plan is not None and plan.bound is not None and is_deadline(plan.bound.metric)
+    told = client is None or client.tells_prefills
+    return (_FROM_PREFILL if told else _FROM_SENDING) + (_FROM_ARRIVAL if due else "")
+
+
+def _unbounded_metric(plan: "Plan | None") -> str:
+    """What the latency is of where nothing bounds it; '' where a bound does."""
+    import math
+
+    from exeplan.core.bounds import Bound
+
+    bound = (plan.bound if plan else None) or Bound(seconds=math.inf)
+    return "" if math.isfinite(bound.seconds) else bound.metric
 
 
 def _other_clocks(split: "_Split | None") -> "dict[str, Estimate | None]":
@@ -520,17 +550,14 @@ def _other_clocks(split: "_Split | None") -> "dict[str, Estimate | None]":
     }
 
 
-def _print_split(
-    split: _Split, *, predicted: "Estimate | None", replayed: "Estimate | None", measured: "Estimate"
-) -> None:
-    from exeplan.planner.reports.tables import predicted_and_measured
-
+def _print_split(split: _Split, compared: "Callable[..., str]", measured: "Estimate") -> None:
+    """`compared` is the table of what was predicted and of what was measured."""
     quiet = split.on_cpu_clock
     if split.passes:
         print(f"\n{split.passes}")
     if split.at_profile_speed:
         print("\nat the speed that the machine had while it was profiled:\n")
-        print(predicted_and_measured(predicted=predicted, replay=replayed, measured=split.at_profile_speed))
+        print(compared(measured=split.at_profile_speed))
         return
     print(f"\nno figures at the speed of the profile: {split.why_none}")
     if quiet and measured.throughput < 0.97 * quiet.throughput:
@@ -538,4 +565,4 @@ def _print_split(
         print(
             f"\nother processes used this core too (the engine had {100 * share:.0f} % of it); by its own CPU clock:\n"
         )
-        print(predicted_and_measured(predicted=predicted, replay=replayed, measured=quiet))
+        print(compared(measured=quiet))

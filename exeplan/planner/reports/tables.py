@@ -144,8 +144,11 @@ def error_percent(predicted: float | None, measured: float | None) -> str:
     return f"{100 * (predicted / measured - 1):+.1f} %"
 
 
-def predicted_and_measured(*, predicted: Estimate | None, replay: Estimate | None, measured: Estimate) -> str:
-    """Plan, replay of the same requests, and measurement, each prediction with its error in percent."""
+def predicted_and_measured(
+    *, predicted: Estimate | None, replay: Estimate | None, measured: Estimate, metric: str = ""
+) -> str:
+    """Plan, replay of the same requests, and measurement, each prediction with its error in percent. `metric` names
+    the latency where nothing bounds it."""
     present = [(name, e) for name, e in (("plan", predicted), ("replay", replay)) if e is not None]
     header = ["", *(cell for name, _ in present for cell in (name, "error")), "measured"]
     rows = []
@@ -153,7 +156,7 @@ def predicted_and_measured(*, predicted: Estimate | None, replay: Estimate | Non
     kept = () if measured.attainment is None else _KEPT
     for label, key in (*_COMPARED, *(() if measured.deadline_share is None else _DUE), *percentiles, *kept):
         value = _figure(measured, key)
-        cells = [label]
+        cells = [f"latency {metric}" if metric and key == "latency" else label]
         for _, e in present:
             cells += [_show(key, _figure(e, key)), error_percent(_figure(e, key), value)]
         rows.append([*cells, _show(key, value)])

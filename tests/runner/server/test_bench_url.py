@@ -31,6 +31,15 @@ def test_the_servers_own_counts_are_those_that_were_sent(alone, capsys):
     assert "itl, between two successive tokens" in text
 
 
+def test_each_table_says_from_when_its_times_count_and_an_unbounded_latency_what_it_is_of(alone, capsys):
+    first, rest = bench(alone, capsys).split("\ntimes at the client, ")
+    assert "\n\nttft and latency from the start of a request's first prefill, its wait left out\n\n" in first
+    assert "\nlatency p99-length  " in first
+    assert "(bound)" not in first
+    assert rest.startswith("from sending a request, its wait included: ")
+    assert rest.rstrip().endswith(", from arrival there")
+
+
 def test_times_at_the_client_are_not_below_the_servers(alone, capsys):
     found = json.loads(bench(alone, capsys, "--concurrency", "2", "--json"))["client"]
     server = found["server"]

@@ -22,6 +22,7 @@ from exeplan.profiler.calibration.law import (
     shipped_law,
 )
 from exeplan.profiler.calibration.pooled_effects import Evidence, PlacementName
+from exeplan.profiler.calibration.possible_runs import check_possible
 from exeplan.profiler.calibration.predict import predict_run
 from exeplan.profiler.calibration.serving_run import Prediction, ServingRun
 from exeplan.profiler.datasheets.engine_constants import with_engine
@@ -51,7 +52,8 @@ def with_shipped_engine(profile: Profile, engine: str) -> Profile | None:
 def calibrate(profile: Profile, runs: Sequence[ServingRun]) -> Calibrated:
     """The profile with the correction that these runs, and the shipped ones where they are comparable, say.
 
-    Raises InputError for no runs, for runs of several engines, and for what the profile is not of.
+    Raises InputError for no runs, for runs of several engines, for what the profile is not of, and for what no run can
+    be (`possible_runs.py`).
     """
     engine = _engine_of(profile, runs)
     law = shipped_law()
@@ -105,6 +107,7 @@ def _engine_of(profile: Profile, runs: Sequence[ServingRun]) -> str:
             there = ", ".join(map(str, profile.tensor_parallel_sizes))
             raise InputError(f"a run has tensor_parallel_size {run.tensor_parallel_size}, the profile has {there}")
         _check_experts(run, profile)
+        check_possible(profile, run)
     return engines[0]
 
 

@@ -215,6 +215,7 @@ def _run(cells: Mapping[str, Any], where: str, defaults: Defaults) -> ServingRun
         num_requests=_whole(count, f"{where}: num_requests") if (count := cells.get("num_requests")) else None,
         ttft=_seconds(cells, "ttft", where),
         tpot=_seconds(cells, "tpot", where),
+        where=where,
     )
 
 

@@ -4,7 +4,7 @@
 that waiting counts; TTFT and TPOT are means over all requests. Seconds and tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,16 @@ class ServingRun:
     """Of all clients together; ten of each where it is not known."""
     ttft: float
     tpot: float
+    where: str = field(default="", compare=False)
+    """The file and its line that say it; '' of a run that is in none."""
+
+    def __str__(self) -> str:
+        return self.where or f"a run of {self.input_tokens} + {self.output_tokens} tokens, {self.concurrency} clients"
+
+    @property
+    def devices(self) -> str:
+        """In words."""
+        return f"{self.tensor_parallel_size} x {self.device}"
 
     @property
     def e2e(self) -> float:

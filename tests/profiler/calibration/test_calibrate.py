@@ -101,6 +101,15 @@ def test_runs_of_another_engine_or_size_are_refused(profile: Profile, runs: list
         calibrate(profile, [])
 
 
+def test_a_run_on_devices_that_do_not_hold_its_weights_is_refused(runs: list[ServingRun]) -> None:
+    large = datasheet_profile("llama-3.1-70b", "h100-80gb", tensor_parallel_sizes=(1, 8), engine="vllm")
+    run = replace(runs[0], model=large.model.name, where="runs.csv line 2")
+    message = r"^runs.csv line 2: .* in bfloat16 has 131.\d+ GiB of weights, which do not fit 1 x h100-80gb"
+    with pytest.raises(InputError, match=message):
+        calibrate(large, [run])
+    assert calibrate(large, [replace(run, tensor_parallel_size=8)]).runs
+
+
 def test_a_run_with_whole_experts_is_predicted_so_and_a_profile_without_them_refuses_it(
     runs: list[ServingRun], tmp_path: Path
 ) -> None:

@@ -110,6 +110,40 @@ def test_a_run_on_devices_that_do_not_hold_its_weights_is_refused(runs: list[Ser
     assert calibrate(large, [replace(run, tensor_parallel_size=8)]).runs
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # 6.98 G parameters in layers, 2 bytes each, at 3.35 TB/s; 2 x 6.98 G x 4096 operations at 989 TFLOP/s.
+        (
+            {"tpot": 3e-3},
+            "tpot of 3 ms is impossible: to read 13.00 GiB of weights takes 1 x h100-80gb at least 4.17 ms$",
+        ),
+        ({"tpot": 1e-5}, "10 us is impossible: .*; 1000 times as long would be possible: is its unit right"),
+        ({"input_tokens": 4096, "ttft": 0.04}, "40 ms is impossible: to compute 4,096 tokens .* at least 57.8 ms"),
+        ({"ttft": 0.003}, "ttft of 3 ms is impossible: to read "),
+    ],
+)
+def test_a_run_faster_than_its_devices_is_refused(
+    change: dict[str, float], message: str, profile: Profile, runs: list[ServingRun]
+) -> None:
+    with pytest.raises(InputError, match=message) as found:
+        calibrate(profile, [replace(runs[0], **change)])  # type: ignore[arg-type]  # Fields by name.
+    assert str(found.value).startswith(f"a run of {change.get('input_tokens', 256)} + 32 tokens, 2 clients: a t")
+
+
+def test_the_line_of_an_impossible_run_is_named(
+    profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_profile(profile, tmp_path / "p.json")
+    table = written(
+        tmp_path / "runs.csv",
+        "input_tokens,output_tokens,concurrency,ttft_ms,tpot_ms\n256,32,2,30,9\n256,32,2,0.03,0.009\n",
+    )
+    assert main(["calibrate", str(tmp_path / "p.json"), str(table)]) == 2
+    assert f"{table} line 3: a tpot of 9 us is impossible" in capsys.readouterr().err
+    assert load_profile(tmp_path / "p.json") == profile
+
+
 def test_a_run_with_whole_experts_is_predicted_so_and_a_profile_without_them_refuses_it(
     runs: list[ServingRun], tmp_path: Path
 ) -> None:

@@ -5,8 +5,8 @@
                 optionally version, expert_parallel_size and num_requests
     JSON        a result of `vllm bench serve --save-result --max-concurrency N`, or several, one a line, as
                 --append-result writes them: mean_ttft_ms, mean_tpot_ms, total_input_tokens, total_output_tokens,
-                completed, failed, max_concurrency, request_rate, model_id; and of --metadata KEY=VALUE the columns
-                engine, dtype, device, version, tensor_parallel_size and expert_parallel_size
+                completed, failed (else num_prompts), max_concurrency, request_rate, model_id; and of --metadata
+                KEY=VALUE the columns engine, dtype, device, version, tensor_parallel_size and expert_parallel_size
     JSON        guidellm's report: benchmarks[] with metrics.time_to_first_token_ms, inter_token_latency_ms,
                 prompt_token_count, output_token_count and request_concurrency, of successful requests, each its mean,
                 request_totals, and config.strategy (before 0.4: args.strategy)
@@ -122,7 +122,7 @@ def _of_vllm(one: Any, where: str) -> dict[str, Any]:
             "--max-concurrency clients send their next prompt when they have their answer"
         )
     completed = _number(one["completed"], f"{where}: completed", least=1)
-    if (failed := _count(one.get("failed"))) > _MOST_FAILED * completed:
+    if (failed := _failed(one, completed)) > _MOST_FAILED * completed:
         raise InputError(f"{where}: {failed:g} requests failed, {completed:g} did not; so the load was another")
     return {name: one[name] for name in _METADATA if name in one} | {
         "model": _known_model(one.get("model_id")),
@@ -133,6 +133,13 @@ def _of_vllm(one: Any, where: str) -> dict[str, Any]:
         "concurrency": one["max_concurrency"],
         "num_requests": completed,
     }
+
+
+def _failed(one: Mapping[str, Any], completed: float) -> float:
+    """Requests of a result; older versions do not say it, but how many were sent."""
+    if (failed := one.get("failed")) is not None:
+        return _count(failed)
+    return max(0.0, _count(one.get("num_prompts")) - completed)
 
 
 def _known_model(name: Any) -> str:

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.profiler.calibration.calibrate import calibrate
     from exeplan.profiler.calibration.predict import OPTIONS
     from exeplan.profiler.calibration.read_runs import Defaults, read_runs
+    from exeplan.progress import Shown
 
     profile = load_profile(Path(args.profile))
     if profile.more_threads:
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         tensor_parallel_size=args.tensor_parallel_size or (sizes[0] if len(sizes) == 1 else None),
     )
     files = [read_runs(path, defaults) for path in args.runs]
-    found = calibrate(profile, [run for file in files for run in file.runs])
+    with Shown("calibrate") as shown:
+        found = calibrate(profile, [run for file in files for run in file.runs], told=shown)
     output = args.output or Path(args.profile)
     save_profile(found.profile, output)
     if (name := found.runs[0][0].engine) not in OPTIONS:

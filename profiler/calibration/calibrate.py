@@ -5,7 +5,7 @@ one that was measured or imported was not, and only its own runs move it.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from exeplan.core.correction import Correction
@@ -26,9 +26,12 @@ from exeplan.profiler.calibration.possible_runs import check_possible
 from exeplan.profiler.calibration.predict import predict_run
 from exeplan.profiler.calibration.serving_run import Prediction, ServingRun
 from exeplan.profiler.datasheets.engine_constants import with_engine
+from exeplan.progress import SILENT, Told
 
 _ROUNDS = 3
 """Gauss and Newton's: what a run says of a correction is linear near the one of the round before."""
+_OF_ROUNDS = 0.86
+"""Share of the time that they take: four replays of a run each, and two at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ def with_shipped_engine(profile: Profile, engine: str) -> Profile | None:
     return replace(based, correction=_correction(based, engine, law, ()))
 
 
-def calibrate(profile: Profile, runs: Sequence[ServingRun]) -> Calibrated:
+def calibrate(profile: Profile, runs: Sequence[ServingRun], *, told: Told = SILENT) -> Calibrated:
     """The profile with the correction that these runs, and the shipped ones where they are comparable, say.
 
     Raises InputError for no runs, for runs of several engines, for what the profile is not of, and for what no run can
@@ -60,13 +63,22 @@ def calibrate(profile: Profile, runs: Sequence[ServingRun]) -> Calibrated:
     if not _is_shared(profile):
         law = replace(law, evidence=())
     found: Correction | None = None
-    for _ in range(_ROUNDS):
+    for number in range(_ROUNDS):
+        part = told.part(_OF_ROUNDS * number / _ROUNDS, _OF_ROUNDS * (number + 1) / _ROUNDS, f"round {number + 1}")
         groups: dict[PlacementName, list[Observation]] = defaultdict(list)
-        for run in runs:
+        for run in _told(runs, part):
             groups[_name(profile, engine, run.tensor_parallel_size)].append(observation(profile, run, found))
         found = _correction(profile, engine, law, own_evidence(law, groups))
-    corrected = replace(profile, correction=found)
-    return Calibrated(corrected, tuple((run, predict_run(profile, run), predict_run(corrected, run)) for run in runs))
+    corrected, part = replace(profile, correction=found), told.part(_OF_ROUNDS, 1.0, "predictions")
+    predicted = ((run, predict_run(profile, run), predict_run(corrected, run)) for run in _told(runs, part))
+    return Calibrated(corrected, tuple(predicted))
+
+
+def _told(runs: Sequence[ServingRun], told: Told) -> Iterator[ServingRun]:
+    """The runs, each told when it is done."""
+    for number, run in enumerate(runs, 1):
+        yield run
+        told(f"run {number} of {len(runs)}", number / len(runs))
 
 
 def _correction(profile: Profile, engine: str, law: CalibrationLaw, own: Sequence[Evidence]) -> Correction:

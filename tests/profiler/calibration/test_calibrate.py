@@ -18,6 +18,7 @@ from exeplan.profiler.calibration.law import placement_name, shipped_law
 from exeplan.profiler.calibration.predict import predict_run
 from exeplan.profiler.calibration.read_runs import Defaults, read_runs
 from exeplan.profiler.calibration.serving_run import ServingRun
+from exeplan.progress import Told
 
 DEFAULTS = Defaults(engine="vllm", model="llama-3.1-8b", dtype="bfloat16", device="h100-80gb", tensor_parallel_size=1)
 TRUTH = Correction(level=0.25, slope=0.05, prefill=0.1, first=0.1, first_seconds=0.005)
@@ -77,6 +78,21 @@ def test_what_is_far_off_is_found_in_rounds(runs: list[ServingRun]) -> None:
 def test_a_second_calibration_starts_from_the_same_times(profile: Profile, runs: list[ServingRun]) -> None:
     once = calibrate(profile, runs).profile
     assert calibrate(once, runs).profile == once
+
+
+def test_each_replayed_run_is_told_with_the_share_that_is_done(profile: Profile, runs: list[ServingRun]) -> None:
+    heard: list[tuple[str, float]] = []
+
+    class Listener(Told):
+        def __call__(self, title: str, share: float) -> None:
+            heard.append((title, share))
+
+    calibrate(profile, runs[:2], told=Listener())
+    titles, shares = zip(*heard, strict=True)
+    assert titles[:3] == ("round 1: run 1 of 2", "round 1: run 2 of 2", "round 2: run 1 of 2")
+    assert titles[-1] == "predictions: run 2 of 2"
+    assert list(shares) == sorted(set(shares))
+    assert shares[-1] == 1.0
 
 
 def test_a_law_after_correction_is_narrower_with_own_runs(profile: Profile, runs: list[ServingRun]) -> None:

@@ -36,7 +36,7 @@ from exeplan.core.schedule import Estimate, Schedule
 from exeplan.forked import forked
 from exeplan.planner.margins.deployments import correction_law, deployment_law, deployment_of, shipped_deployments
 from exeplan.planner.margins.risk import ErrorLaw, compound, error_law
-from exeplan.planner.margins.sampling_error import sampling_error
+from exeplan.planner.margins.sampling_error import check_sample, sampling_error
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import MOST_SEEDS, mean_estimate
 from exeplan.planner.problems.replays import replay_estimate
@@ -95,7 +95,8 @@ class Margins:
 
 
 def expected_margins(problem: Problem, risk: Risk) -> Margins:
-    """Before any replay: from measured errors alone."""
+    """Before any replay: from measured errors alone. Raises InputError as `check_sample` does."""
+    check_sample(problem.workload)
     return _margins(problem, risk, [_deployment_laws(problem, risk)], [])
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.bounds import values_of
 from exeplan.core.schedule import Schedule
-from exeplan.errors import Infeasible
+from exeplan.errors import Infeasible, InputError
 from exeplan.planner.margins.risk import ErrorLaw
 from exeplan.planner.problems.problem import Problem
 from exeplan.workload.length_law import Ints
@@ -27,6 +27,9 @@ from exeplan.workload.workload import Workload
 _DRAWS = 40
 _TAIL_SHARE, _LEAST_TAIL = 0.1, 20
 """The longest requests that tell how lengths go on."""
+LEAST_REQUESTS = 2 * _LEAST_TAIL
+"""So that the tail is at most the longer half: of fewer requests its slope is that of all lengths, and the margin is
+any (nothing of one request, hundreds of times the prediction of twenty)."""
 _TAIL_POINTS = 16
 _TIES = 3
 """Requests that share the greatest length where it is a limit."""
@@ -38,6 +41,16 @@ class SamplingError:
 
     laws: tuple[ErrorLaw | None, ...]
     throughput: float
+
+
+def check_sample(workload: Workload) -> None:
+    """Raises InputError for a trace of too few requests to say how others of its law differ."""
+    if workload.trace is not None and (size := len(workload.trace.outputs)) < LEAST_REQUESTS:
+        raise InputError(
+            f"--risk needs a trace of at least {LEAST_REQUESTS} requests to tell by how much longer others may be, "
+            f"'{workload.name}' has {size}; give more requests, state their law, such as --workload 'normal:...', or "
+            "leave --risk out"
+        )
 
 
 def sampling_error(problem: Problem, schedule: Schedule, *, risk: float, seed: int) -> SamplingError | None:

@@ -10,9 +10,10 @@ import pytest
 from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Schedule
-from exeplan.errors import Infeasible
+from exeplan.errors import Infeasible, InputError
+from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.margins.margins import Risk, margins, profile_error
-from exeplan.planner.margins.sampling_error import resampled, sampling_error
+from exeplan.planner.margins.sampling_error import check_sample, resampled, sampling_error
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.problems.replays import replay_estimate
 from exeplan.simulator.run import Run
@@ -57,6 +58,15 @@ def test_a_plan_on_few_requests_keeps_its_bound_on_others_of_the_same_law(size: 
 def test_more_requests_need_a_smaller_margin(profile: Profile) -> None:
     few, some, many = (margin_of(profile, drawn(size, seed=1)) for size in (100, 1000, 20_000))
     assert few > 1.5 * some > 2 * many > 0
+
+
+@pytest.mark.parametrize("size", [1, 3, 39])
+def test_a_trace_of_too_few_requests_to_tell_the_margin_is_refused(size: int, profile: Profile) -> None:
+    message = rf"^--risk needs a trace of at least 40 requests .*, 'drawn' has {size}; give more requests"
+    with pytest.raises(InputError, match=message):
+        optimize(problem_of(profile, drawn(size, seed=0)), policies=("orca",), risk=Risk(share=RISK))
+    check_sample(drawn(40, seed=0))
+    check_sample(LAW)
 
 
 def test_a_stated_law_has_no_sampling_error(profile: Profile) -> None:

@@ -3,6 +3,7 @@
 Not here: which division is the best (`pipelines.py`), and the sentences of refusals (`infeasible.py`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Sc
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.candidates import Candidate, Key, candidate, reached, sustained
 from exeplan.planner.choice.infeasible import burst, too_slow, too_tight, wider_bounds
-from exeplan.planner.choice.pipelines import Pipelines, Proof, filled, keys_of, lowest_latency, placed_at
+from exeplan.planner.choice.pipelines import Pipelines, Proof, filled, keys_of, less_margin, lowest_latency, placed_at
 from exeplan.planner.margins.margins import Margins, margins
 from exeplan.planner.problems.headroom import with_headroom
 from exeplan.planner.problems.problem import Problem
@@ -247,7 +248,8 @@ def refuse_rate(pipelines: Pipelines, *, advise: bool) -> None:
     part = replace(pipelines.parts[size], min_throughput=problem.min_throughput / count)
 
     def search_again(other: Problem) -> tuple[float, Placement | None]:
-        found = candidate(other, policy, pipelines.method)
+        bounds = less_margin(other, pipelines.margin) if math.isfinite(other.limit) else other.bounds
+        found = candidate(other.held_to(bounds), policy, pipelines.method)
         return reached(found), found.placement
 
     raise too_slow(
@@ -257,6 +259,7 @@ def refuse_rate(pipelines: Pipelines, *, advise: bool) -> None:
         reached=pipelines.throughput(division) if not problem.arrivals else count * reached(most),
         by=[(number, _most_throughput(pipelines, (size, name))) for size, (name, number) in division.items()],
         advice=wider_bounds(part, search_again, replicas=count) if advise else "",
+        margin=pipelines.margin,
     )
 
 
@@ -291,7 +294,7 @@ def last_resort(pipelines: Pipelines) -> Optimum:
     proof = Proof(run=run, replays=replays, margin=margin)
     shares = filled(part, winner, proof)
     if max(shares) > 1:
-        raise too_tight(placed, schedule, shares)
+        raise too_tight(placed, schedule, shares, margin)
     pipelines.found[key] = winner
     pipelines.proofs[key] = proof
     return solved(pipelines, {key[0]: (key[1], pipelines.count(key[0]))})

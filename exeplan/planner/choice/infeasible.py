@@ -7,6 +7,7 @@ from dataclasses import replace
 from exeplan.core.bounds import MAX_ITL, Bound, is_deadline, percentile, quantities
 from exeplan.core.schedule import Placement, Schedule
 from exeplan.errors import Infeasible
+from exeplan.planner.margins.margins import Margins
 from exeplan.planner.problems.problem import Problem
 from exeplan.search.search import Result
 from exeplan.simulator.closed_form import steady_state
@@ -42,20 +43,21 @@ def _least_latency(problem: Problem, schedule: Schedule, latency: float) -> str:
     return str(wider) if bound.targets else f"{show_seconds(wider.seconds)} {bound.name}"
 
 
-def too_tight(problem: Problem, lowest: Schedule, shares: Sequence[float]) -> Infeasible:
-    """The lowest-latency schedule needs these shares of the bounds, one of them more than 1; the tightest possible
-    bound."""
-    bound = problem.bounds[shares.index(max(shares))]
-    needed = max(shares) * bound.seconds
+def too_tight(problem: Problem, lowest: Schedule, shares: Sequence[float], margin: Margins | None = None) -> Infeasible:
+    """The lowest-latency schedule needs these shares of the bounds, one of them more than 1, with the `margin` if there
+    is one; the tightest possible bound."""
+    number = shares.index(max(shares))
+    bound = problem.bounds[number]
+    needed = shares[number] * bound.seconds
     length = problem.workload.output_quantile(0.99)
     name = "latency bound" if bound.on_latency else f"{bound.metric} bound"
     tightest = _round_up(needed)
+    added = f"with the margin of --risk, {100 * margin.values[number]:.1f} %, " if margin else ""
     return Infeasible(
-        f"{name} {show_seconds(bound.seconds)}, but the lowest-latency schedule, {lowest}, needs "
+        f"{name} {show_seconds(bound.seconds)}, but {added}the lowest-latency schedule, {lowest}, needs "
         f"{show_seconds(needed)} for {meaning(bound, length)}: {_floor(problem, bound, length)}; the tightest "
-        f"possible bound is "
-        f"{tightest}",
-        nearest=f"the tightest {name} would be {tightest}",
+        f"possible bound{' with that margin' if margin else ''} is {tightest}",
+        nearest=f"the tightest {name}{' with the margin of --risk' if margin else ''} would be {tightest}",
         wider=needed / bound.seconds,
     )
 
@@ -68,6 +70,7 @@ def too_slow(
     reached: float,
     by: Sequence[tuple[int, Schedule]],
     advice: str,
+    margin: Margins | None = None,
 ) -> Infeasible:
     """The most throughput within the bounds, `reached` by these numbers of replicas, is less than the required rate.
 
@@ -76,10 +79,11 @@ def too_slow(
     """
     wanted = f"{problem.arrivals} arrive" if problem.arrivals else f"{_rate(problem.required)} are required"
     most = _rate(_round_down(reached))
+    less = " less the margin of --risk" if margin else ""
     replicas = " and ".join(f"{number} replicas of {one}" if number > 1 else str(one) for number, one in by)
     return Infeasible(
-        f"{wanted}, but within the bounds the most is {most}, by {replicas}: {_what_binds(placed, by[0][1], result)}"
-        f"{advice}",
+        f"{wanted}, but within the bounds{less} the most is {most}, by {replicas}: "
+        f"{_what_binds(placed, by[0][1], result)}{advice}",
         nearest=f"less than {most} would be sustained" if problem.arrivals else f"{most} would be sustained",
         reached=reached,
     )

@@ -107,7 +107,7 @@ class Pipelines:
         self.margin = expected_margins(problem, risk) if risk else None
         self.policies = policies
         self.parts = _parts(problem, effort.largest)
-        self.held = held = tuple(_held(problem, self.margin))
+        self.held = held = tuple(less_margin(problem, self.margin))
         tight = {size: part.held_to(held) for size, part in self.parts.items()}
         progress = search_progress(problem, tight, policies, method, told)
         self.outcomes = Outcomes()
@@ -449,7 +449,7 @@ def placed_at(problem: Problem, placement: Placement) -> Problem:
     return problem.at(placement) if problem.cluster else problem
 
 
-def _held(problem: Problem, margin: Margins | None) -> tuple[Bound, ...]:
+def less_margin(problem: Problem, margin: Margins | None) -> tuple[Bound, ...]:
     """The bounds, tightened by the margin that measured errors alone demand."""
     return scaled(problem.bounds, [1 / (1 + value) for value in margin.values]) if margin else problem.bounds
 

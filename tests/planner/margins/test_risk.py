@@ -3,6 +3,7 @@ absurd; and what is no list of errors is answered with one sentence."""
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -214,6 +215,23 @@ def test_a_plan_prints_and_stores_its_margin(folder: Path, capsys: pytest.Captur
     assert "3 runs of this deployment" in deployment["from"]
     assert deployment["from"] in text
     assert f"{deployment['observations']} observations" in text
+
+
+def test_a_refusal_says_that_its_figures_have_the_margin_in_them(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tight = command("--latency-bound", "1ms")
+    assert main(tight) == 2
+    assert "margin" not in capsys.readouterr().err
+    assert main([*tight, "--risk", "1%"]) == 2
+    text = capsys.readouterr().err
+    assert re.search(
+        r"latency bound 1 ms, but with the margin of --risk, \d+\.\d %, the lowest-latency schedule, orca", text
+    )
+    assert "the tightest possible bound with that margin is " in text
+    fast = command("--latency-bound", "10s", "--arrival-rate", "1e5", "--risk", "1%")
+    assert main(fast) == 2
+    assert "arrive, but within the bounds less the margin of --risk the most is " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -510,7 +510,8 @@ def _print(
     print(compared(predicted=predicted, replay=replayed, measured=measured))
     if notes := notes_on(replay=replayed, measured=measured):
         print(notes)
-    where = ", ".join(f"{show_seconds(value)} {name.replace('_', ' ')}" for name, value in gaps.items())
+    words = {"at_most": "at most by the plan's passes alone"}
+    where = ", ".join(f"{show_seconds(value)} {words.get(name, name)}" for name, value in gaps.items())
     print(f"\nlongest time between two tokens of a request: {where}")
     if client:
         print(client)

@@ -312,7 +312,7 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/memory.py",
-        "min(stage.tensor_parallel_size, profile.model.num_kv_shares)",
+        "min(stage.tensor_parallel_size, spec.num_kv_shares)",
         "stage.tensor_parallel_size",
         "key/value heads split beyond their number",
         ("tests/simulator/test_memory_oracle.py",),

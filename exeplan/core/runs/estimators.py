@@ -24,9 +24,9 @@ runs of 8, 16 and 30 s in which a p99-length request lives 2 to 7 s): the bias o
 and more than 90 % of the intervals hold the truth, with these exceptions. `waa-*` at 8 s, little more than one life:
 throughput 1.0 % too high, latency 1.0 % too low, and 60 % of its intervals. `concat`, of which 16 s hold five batches:
 no interval at 8 s, latency 1.6 % too low; at 16 s throughput 1.3 % too low, where chance makes 0.5 % of it. `static`
-at 30 s: 89.5 % of the intervals of its latency. p99 of requests: within 3.2 % at 8 s, 8 % too low where a life
-hardly fits in (`--durations 8`; in the record, which is older, a third). p99 of ttft: 10 to 34 % off where a run holds
-fewer than a hundred prefills, mostly without an upper end.
+at 30 s: 89.5 % of the intervals of its latency. p99 of requests: within 2.9 % at 8 s, 8 % too low where a life
+hardly fits in (`waa-*`). p99 of ttft: 10 to 34 % off where a run holds fewer than a hundred prefills, mostly without an
+upper end.
 
 When the window opens, and the freedom of an interval, were chosen on that workload, what holds for batches that do not
 overlap on it and on wmt17-ende (`--workload wmt17-ende --durations 16 --seeds 100`: throughput within 0.6 %, latency

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from exeplan.core.bounds import MAX_ITL, Bound, is_deadline, percentile, quantities
 from exeplan.core.schedule import Placement, Schedule
 from exeplan.errors import Infeasible
@@ -155,15 +157,10 @@ def _floor(problem: Problem, bound: Bound, length: int) -> str:
         return f"the floor is the prefill of a single request, {problem.workload.mean_input:.0f} tokens on average"
     stages = [stage for stage in cost.placement if stage.phase != "prefill"]
     context = problem.workload.mean_input + length / 2
-    seconds = 0.0
-    for stage in stages:
-        shard = cost.shards[stage.sharding]
-        seconds += (stage.layers[1] - stage.layers[0]) * float(
-            shard.rest["decode"](1.0) + shard.decode_attention(1.0, context)
-        )
-    ends = [cost.shards[stage.sharding] for stage in (stages[0], stages[-1])]
-    layer = seconds / sum(stage.layers[1] - stage.layers[0] for stage in stages)
-    around = float(ends[0].embed(1.0) + ends[1].head(1.0) + cost.overhead(1.0))
+    shards, numbers = [cost.shards[stage.sharding] for stage in stages], [len(range(*stage.layers)) for stage in stages]
+    each = [float(shard.rest["decode"](1.0) + shard.decode_attention(1.0, context)) for shard in shards]
+    layer = float(np.average(each, weights=numbers))
+    around = float(shards[0].embed(1.0) + shards[-1].head(1.0) + cost.overhead(1.0))
     times = "" if on[0] == "tpot" else f", {length} times"
     return (
         f"the floor is one request alone, {layers} layers at {show_seconds(layer)} and {show_seconds(around)} around "

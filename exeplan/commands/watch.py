@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from exeplan.core.profile import Profile
     from exeplan.runner.engine_watch.readings import Reading
     from exeplan.runner.engine_watch.sidecar import Sidecar
 
@@ -80,14 +81,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sidecar(args: argparse.Namespace) -> "Sidecar":
+    from dataclasses import replace
+
+    from exeplan import api
     from exeplan.commands.drift import rules_of
+    from exeplan.core.profile import load_profile, save_profile
     from exeplan.errors import InputError
     from exeplan.planner.load_problem import plan_sizes, read_plan
+    from exeplan.profiler.datasheets.engine_constants import engine_policies
     from exeplan.runner.engine_watch.readings import ENGINES
     from exeplan.runner.engine_watch.sidecar import Server, Sidecar, model_of
 
     rules, plan = rules_of(args), read_plan(args.plan)
-    engine = args.engine or _engine_of(plan.profile)
+    by_datasheet = api.plan_profile(plan)
+    times = by_datasheet or (load_profile(Path(plan.profile)) if plan.profile else None)
+    engine = args.engine or _engine_of(times)
     if engine not in ENGINES:
         raise InputError(f"the metrics of {' and '.join(ENGINES)} are known, not those of '{engine}'")
     if args.plug_in and engine != "vllm":
@@ -101,26 +109,22 @@ def _sidecar(args: argparse.Namespace) -> "Sidecar":
     )
     if server.output.resolve() == args.plan.resolve():
         raise InputError(f"--output is the plan that the server runs, {args.plan}; name another file")
-    own = plan.schedule.policy
-    others = () if args.plug_in else _policies_of(plan.profile)
-    return Sidecar(plan, server, plan_sizes(plan), rules=rules, policies=tuple(dict.fromkeys((own, *others))))
+    if by_datasheet:
+        path = server.output.with_name(f"{server.output.stem}-profile.json")
+        save_profile(by_datasheet, path)
+        print(f"wrote {path}, the plan's times ({by_datasheet.source}): what is planned again names them")
+        plan = replace(plan, profile=str(path.absolute()))
+    others = engine_policies(times) if times and not args.plug_in else ()
+    policies = tuple(dict.fromkeys((plan.schedule.policy, *others)))
+    return Sidecar(plan, server, plan_sizes(plan), rules=rules, policies=policies)
 
 
-def _policies_of(profile: str | None) -> tuple[str, ...]:
-    """Of the engine whose times the plan's profile has."""
-    from exeplan.core.profile import load_profile
-    from exeplan.profiler.datasheets.engine_constants import engine_policies
-
-    return engine_policies(load_profile(Path(profile))) if profile else ()
-
-
-def _engine_of(profile: str | None) -> str:
-    """Of the plan's profile. Raises InputError for a profile of exeplan's own engine."""
-    from exeplan.core.profile import load_profile
+def _engine_of(times: "Profile | None") -> str:
+    """Raises InputError where they are of exeplan's own engine, or of none."""
     from exeplan.errors import InputError
     from exeplan.runner.engine_watch.readings import ENGINES
 
-    engine = load_profile(Path(profile)).engine if profile else ""
+    engine = times.engine if times else ""
     if engine in ENGINES:
         return engine
     raise InputError("the plan's profile is of no engine that is known; say which --engine runs the plan")

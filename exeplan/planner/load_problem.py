@@ -257,7 +257,10 @@ def plan_request(
     """
     measured = profile or plan.profile
     if measured is None:
-        raise InputError(f"the plan names no profile; give one with --profile{_of_datasheet(plan)}")
+        raise InputError(
+            f"the plan names no profile; give one with --profile where the command takes it, or plan again with one"
+            f"{_of_datasheet(plan)}"
+        )
     measured = measured if isinstance(measured, Profile) else load_profile(Path(measured))
     spec = _checked(plan, _planned_model(plan, measured))
     measured = profile_for(spec, measured).with_threads(plan.num_threads)

@@ -15,7 +15,7 @@ import pytest
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
 from exeplan.core.plan import save_plan
-from exeplan.core.profile import save_profile
+from exeplan.core.profile import load_profile, save_profile
 from exeplan.drift.state import Rules
 from exeplan.errors import InputError
 from exeplan.export.interface import Export
@@ -203,6 +203,19 @@ def test_the_command_shows_figures_and_follows_the_server(make_plan, capsys):
         thread.join()
     assert "exeplan:plan_predicted_throughput{" in found["page"]
     assert re.search(r"too few requests|as planned", capsys.readouterr().out)
+
+
+def test_a_plan_by_a_datasheet_is_planned_again_by_the_same_times(folder, capsys):
+    asked = ["optimize", "--model", "llama-3.1-8b", "--cluster", "h100", "--gpus", "1", "--engine", "vllm"]
+    asked += ["--workload", "alpaca", "--latency-bound", "30s", "--policy", "orca", "-o", "plan.yaml"]
+    assert main(asked) == 0
+    with shown(Engine()) as url:
+        asked = ["watch", "plan.yaml", "--metrics", url, "--for", "100ms", "--port", "0"]
+        assert main([*asked, "--model", "meta-llama/Llama-3.1-8B"]) == 0
+    assert "wrote plan-next-profile.json, the plan's times (datasheet h100" in capsys.readouterr().out
+    made = load_profile(folder / "plan-next-profile.json")
+    assert made.fingerprint == read_plan(folder / "plan.yaml").profile_fingerprint
+    assert made.engine == "vllm"
 
 
 @pytest.mark.parametrize(

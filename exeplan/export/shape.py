@@ -337,9 +337,9 @@ def prefill_remarks(plan: Plan, spec: ModelSpec, engine: str, option: str) -> It
             passes = LargestPasses(tokens=of_each(tokens, group.placement), rows=1, captured_rows=1)
             held = passes_bytes(spec, plan.dtype or "bfloat16", passes, group.placement[0].sharding, last=False)
             yield (
-                f"a prefill of the plan has up to {tokens} tokens, whose activations take about {held / _GIB:.1f} GiB "
-                f"of each GPU on top of weights and KV cache; where {engine} lacks them, plan with a bound by --itl, "
-                "which makes prefills smaller"
+                f"a prefill of the plan has up to {tokens} tokens, whose activations take about {held / _GIB:.1f} GiB"
+                f"{'' if plan.dtype else ' in bfloat16'} of each GPU on top of weights and KV cache; where {engine} "
+                "lacks them, plan with a bound by --itl, which makes prefills smaller"
             )
 
 

@@ -239,7 +239,13 @@ def play_engine(
     ]
     in_flight: dict[str, _InFlight] = {}
     done: dict[int, RequestRecord] = {}
-    arrived, began, cpu_began = 0, time.perf_counter(), time.thread_time()
+    arrived = 0
+    if load.arrivals is None and load.concurrency is None:  # They are there when the run begins: in no pass's time.
+        for request in requests:
+            engine.add(request)
+            in_flight[request.request_id] = _InFlight(arrival=0.0)
+        arrived = len(requests)
+    began, cpu_began = time.perf_counter(), time.thread_time()
     clocks, steps, referring = [(0.0, 0.0)], list["StepRecord | None"](), list[float]()
 
     def ends(step: "StepRecord | None" = None, *, refers: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
-from exeplan.runner.engine.engine import Engine
+from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine_process.build import build_engine, engine_setup
 from exeplan.runner.load import Load, draw_load, play_engine, play_url, served_model
 from exeplan.workload.files import load_workload
@@ -46,6 +47,21 @@ def test_every_request_gets_the_tokens_it_was_drawn_with(engine: Engine, load: L
     for record in run.records:
         assert record.arrival <= record.start < record.token_times[0]
         assert list(record.token_times) == sorted(record.token_times)
+
+
+def test_a_backlog_is_there_before_the_first_pass_which_it_does_not_delay(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = engine.add
+
+    def slow(request: Request) -> None:
+        time.sleep(0.5)
+        add(request)
+
+    monkeypatch.setattr(engine, "add", slow)
+    run = play_engine(engine, Load(input_tokens=np.full(3, 5), output_tokens=np.full(3, 2)), vocab_size=2048)
+    assert run.wall[-1] < 1.5
+    assert [record.arrival for record in run.records] == [0.0, 0.0, 0.0]
 
 
 def test_a_closed_loop_of_one_runs_the_requests_one_after_the_other(engine: Engine) -> None:

@@ -241,9 +241,9 @@ def play_engine(
     done: dict[int, RequestRecord] = {}
     arrived = 0
     if load.arrivals is None and load.concurrency is None:  # They are there when the run begins: in no pass's time.
-        for request in requests:
-            engine.add(request)
-            in_flight[request.request_id] = _InFlight(arrival=0.0)
+        for number, one in enumerate(requests):
+            engine.add(one)
+            in_flight[str(number)] = _InFlight(arrival=0.0)
         arrived = len(requests)
     began, cpu_began = time.perf_counter(), time.thread_time()
     clocks, steps, referring = [(0.0, 0.0)], list["StepRecord | None"](), list[float]()

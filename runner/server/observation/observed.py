@@ -175,8 +175,7 @@ class Observed:
         self._bounds = bounds_of(plan)
         self._about = plan.bound.metric if plan.bound else "p99-requests"
         self.waiting = plan.arrival_rate is not None or plan.trace_arrivals
-        apart = load_policy(plan.schedule.policy).KEEPS_FINISHED_ROWS
-        self._least_reached = LEAST_BATCHES if apart else LEAST_GAPS
+        self._apart = load_policy(plan.schedule.policy).KEEPS_FINISHED_ROWS
 
     @property
     def now(self) -> float:
@@ -283,7 +282,7 @@ class Observed:
     def _length_latency(self, seen: "_Requests", length: int) -> Figure | None:
         """The mean time to the token of this number; None where no request has come as far."""
         reached = seen.ended & (seen.tokens >= length)
-        if np.count_nonzero(reached) >= self._least_reached:
+        if seen.num_batches(reached) >= LEAST_BATCHES if self._apart else np.count_nonzero(reached) >= LEAST_GAPS:
             return mean_of(seen.times("length", length)[reached], seen.lasts[reached], seen.window)
         blocks = [block for block in self._blocks if block.begins >= seen.window.closes - WINDOW_SECONDS]
         if not blocks or max(seen.tokens, default=0) < length:
@@ -315,6 +314,8 @@ class _Requests:
 
     window: Window
     begins: Floats
+    prefills: Floats
+    """When these began."""
     first_known: Floats
     lasts: Floats
     """Infinite for those that run."""
@@ -335,6 +336,7 @@ class _Requests:
         return cls(
             window=Window(edges=np.linspace(opens, max(closes, opens + 1e-9), MOST_BLOCKS + 1)),
             begins=latest - until + since,
+            prefills=latest - until + starts,
             first_known=latest - until + firsts,
             lasts=lasts,
             ttft=firsts - since,
@@ -345,6 +347,14 @@ class _Requests:
     @property
     def ended(self) -> NDArray[np.bool_]:
         return np.isfinite(self.lasts)
+
+    def num_batches(self, some: NDArray[np.bool_]) -> int:
+        """In which these, all of them ended, ran where batches do not overlap: those of one begin together, and of the
+        next when they are done. When they began is known to the time that a token's message takes."""
+        if not some.any():
+            return 0
+        shortest = (self.lasts[some] - self.prefills[some]).min()
+        return 1 + int(np.count_nonzero(np.diff(np.sort(self.prefills[some])) > shortest / 2))
 
     def firsts(self) -> Ints:
         """Those whose first token came in the window."""

@@ -158,6 +158,26 @@ def test_where_batches_do_not_overlap_the_longest_requests_alone_tell_the_latenc
     assert (figure.value, figure.num_observations, figure.of) == (pytest.approx(20.0), 3, "requests")
 
 
+def test_long_requests_of_one_batch_are_one_batch(clock):
+    seen = observed(clock)
+    seen.adopt(replace(plan(), schedule=Schedule("static", {"batch_size": 4})))
+    seen.p99_output = 21
+    for batch in range(3):
+        together = [f"{batch}.{number}" for number in range(3 if batch == 0 else 1)]
+        for one in together:
+            seen.begun(one, start=0.0, first=0.0, num_tokens=1)
+        for _ in range(20):
+            clock.now += 1.0
+            for one in together:
+                seen.delivered(one, num_tokens=1, seconds=1.0)
+        for one in together:
+            clock.now += 0.01  # Messages come one after the other.
+            seen.left(one)
+            finish(seen, first=0.0, last=20.0, output_tokens=21)
+        assert seen.snapshot().evidence["latency"].of == ("gaps" if batch < 2 else "requests")
+    assert seen.snapshot().evidence["latency"].num_observations == 5
+
+
 def test_tokens_delivered_together_have_the_mean_gap(clock):
     one, many = observed(clock), observed(clock)
     one.p99_output = many.p99_output = 9

@@ -201,28 +201,29 @@ class Problem:
         arrivals of a trace have no law: it is that of a Poisson stream then, and what is told of a plan is its replay.
         """
         full = steady_state(schedule, self.workload, self.cost)
-        found = self._estimate(schedule, full, attainment=attainment)
-        if not self.bounds_gaps:
-            return found
-        return replace(found, percentiles={**found.percentiles, MAX_ITL: longest_stall(full, self.cost).seconds})
+        if self.arrivals is not None:
+            return self._estimate_at_rate(full, self.arrivals, self.bounds)
+        found = estimate(full, self.cost, self.bound.metric, memory=self.memory)
+        if targets_of(self.bounds) and (attainment or any(percentile(b.metric) for b in self.bounds)):
+            found = with_bounds(found, times_under_backlog(full, self.cost), self.bounds)
+        return self._with_longest_gap(found, full)
 
     def longest_stall(self, schedule: Schedule) -> Stall:
         """The most time that its passes can take between two tokens of a request."""
         return longest_stall(steady_state(schedule, self.workload, self.cost), self.cost)
 
-    def _estimate(self, schedule: Schedule, full: SteadyState, *, attainment: bool) -> Estimate:
-        if self.arrivals is None:
-            found = estimate(full, self.cost, self.bound.metric, memory=self.memory)
-            if not targets_of(self.bounds) or not (attainment or any(percentile(b.metric) for b in self.bounds)):
-                return found
-            return with_bounds(found, times_under_backlog(full, self.cost), self.bounds)
-        return self._estimate_at_rate(full, self.arrivals, self.bounds)
+    def _with_longest_gap(self, found: Estimate, full: SteadyState) -> Estimate:
+        """Where single gaps are bounded, the Estimate with the most that one can take."""
+        if not self.bounds_gaps:
+            return found
+        return replace(found, percentiles={**found.percentiles, MAX_ITL: longest_stall(full, self.cost).seconds})
 
     def _estimate_at_rate(self, full: SteadyState, arrivals: Arrivals, bounds: Sequence[Bound]) -> Estimate:
         """With the percentiles and the attainment of these bounds."""
         check_sustained(full, arrivals)
         points = [full] if full.steady.served else [*self._smaller(full.schedule), full]
-        return estimate_at_rate(points, arrivals, self.cost, self.bound.metric, bounds=bounds, memory=self.memory)
+        found = estimate_at_rate(points, arrivals, self.cost, self.bound.metric, bounds=bounds, memory=self.memory)
+        return self._with_longest_gap(found, full)
 
     def binding_bound(self, schedule: Schedule) -> Bound:
         """The binding bound of a schedule with its batches full."""

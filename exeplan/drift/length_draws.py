@@ -123,7 +123,7 @@ class _Side:
         self._size = kept * self._size + buckets.size
         ends = [bucket.high if self._missing > 0 else bucket.low for bucket in self._buckets]
         room = abs(float(counts @ (ends - means))) * self._size / max(buckets.size, 1)
-        if not room:
+        if not room or not self._missing:
             return 0.0
         certain = max(1.0 - self._variance / self._missing**2, 0.0)
         return float(np.clip(certain * self._missing / room, -1.0, 1.0))

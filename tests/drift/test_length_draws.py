@@ -95,3 +95,10 @@ def test_unchanged_traffic_is_no_evidence_and_another_law_is(planned, seed):
         assert observed.size > 150
         found[scale] = evidence(observed.known, Known(planned, 20_000.0), false_alarm=1e-6)
     assert found[1.0] < 1 < found[1.6]
+
+
+def test_lengths_that_are_all_as_planned_are_drawn_as_they_are() -> None:
+    """Nothing is missing from their sum, and no bucket's lengths are known to differ."""
+    fixed = Workload.of_trace("fixed", Trace(np.full(10, 128), np.full(10, 64)))
+    _, inputs, outputs = drawn(fixed, np.full(10, 128), np.full(10, 64))
+    assert (inputs.tolist(), outputs.tolist()) == ([128] * 10, [64] * 10)

@@ -110,7 +110,11 @@ def _request(plan: Plan, own: Plan, devices: Sequence[Sequence[int]]) -> PlanReq
     if arrivals is not None:
         arrivals = replace(arrivals, rate=arrivals.rate / plan.num_replicas, of_trace=False)
     cluster = _cluster(request, num_devices(own.placement), devices)
-    return replace(request, cluster=cluster, arrivals=arrivals, one_pipeline=True)
+    limit = request.max_num_seqs
+    if limit is not None:  # Of all the plan's devices.
+        planned = plan.gpus or sum(num_devices(placement) for group in plan.groups for placement in group.placements)
+        limit = max(limit * sum(map(len, devices)) // planned, 1)
+    return replace(request, cluster=cluster, arrivals=arrivals, one_pipeline=True, max_num_seqs=limit)
 
 
 def _cluster(request: PlanRequest, total: int, devices: Sequence[Sequence[int]]) -> Cluster | None:

@@ -13,6 +13,7 @@ from exeplan.drift.devices_left import largest_part, plan_for_left, service_plan
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.optimize import optimize, resolve_policies
 from exeplan.planner.load_problem import plan_from, plan_request
+from exeplan.policies import load_policy
 
 PIPELINE = (Stage(devices=(0,), layers=(0, 2)), Stage(devices=(1,), layers=(2, 6)))
 
@@ -106,3 +107,9 @@ def test_one_replica_changes_and_the_others_keep_their_places_and_devices(plan):
     assert whole.estimate.kv_tokens == pytest.approx(600.0 + now.kv_tokens)
     assert plan_from(as_json(whole)) == whole
     assert service_plan(three, {}) is three
+
+
+def test_fewer_devices_hold_as_many_fewer_requests(plan):
+    for most, rows in ((8, 4), (3, 1)):
+        schedule = plan_for_left(replace(plan, max_seqs=most), 0, [[0]]).plan.schedule
+        assert load_policy(schedule.policy).starts_together(schedule) <= rows

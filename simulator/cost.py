@@ -175,13 +175,14 @@ class CostModel(PlacementTimings):
         return sum(-(-self.placement[i].tensor_parallel_size // senders) for i in self.decode_stages)
 
     def beyond(self, cycle: Cycle) -> tuple[str, ...]:
-        """Axes on which this cycle exceeds the measured range, as sentences."""
+        """Axes on which this cycle exceeds the measured range, as sentences; of each rank, as a profile is."""
         points = prompt_points(cycle.prompt_law)
         prompts = (cycle.packed_slots or cycle.num_prefill) * points.mean()
         prompts = prompts if cycle.prompt_tokens is None else cycle.prompt_tokens
         tokens = float(np.max(cycle.num_decode + prompts))
         context = float(np.max(cycle.context_tokens / np.maximum(cycle.num_decode, 1e-12)))
         rows = min(float(cycle.num_decode.max()), cycle.num_seqs)  # Slots may be more than resident requests.
+        tokens, rows = tokens / self.num_ranks, rows / self.num_ranks
         shard = self.shards[min(self.shards)]
         reached = [
             ("tokens a pass", tokens, shard.rest["prefill"].x[-1]),

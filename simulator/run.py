@@ -116,7 +116,7 @@ class RunLog:
         self.tracks: list[array[float]] = []
         self._owners, self._numbers, self._begins, self._ends = array("i"), array("H"), array("i"), array("i")
         self._stages = stages
-        self._pipelines, self._spans, self._sizes = array("b"), array("d"), array("i")
+        self._pipelines, self._spans, self._sizes = array("H"), array("d"), array("i")
         self.record_passes = record_passes
         self.num_passes = 0
 

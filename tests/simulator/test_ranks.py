@@ -230,3 +230,12 @@ def test_each_rank_has_room_for_the_spread_of_its_own_requests() -> None:
     )
     plain = replace(steady, num_caches=1)
     assert steady.kv_tokens - plain.kv_tokens == pytest.approx(3 * steady.cycle.kv_tokens_std)
+
+
+def test_what_is_beyond_the_measured_range_is_counted_for_each_rank() -> None:
+    cost = cost_of(Sharding(1, 4, 4))
+    measured = int(next(iter(cost.shards.values())).decode_attention.num_seqs[-1])
+    steady = steady_state(Schedule("orca", {"max_num_seqs": 4 * measured}), workload_of(np.random.default_rng(3)), cost)
+    rows = [sentence for sentence in cost.beyond(steady.cycle) if sentence.startswith("rows")]
+    assert steady.cycle.num_decode.max() > 2 * measured
+    assert rows == []

@@ -126,3 +126,9 @@ def test_says_what_cannot_be_written(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"^cannot write "):
         write_timeline(RUN, tmp_path / "file" / name, title="run")
+
+
+def test_a_pass_may_run_on_any_of_hundreds_of_pipelines() -> None:
+    log = RunLog(tuple((stage,) for stage in range(300)), has_leads=True, record_passes=True)
+    log.passed(299, [0.0, 1.0], (1, 0, 10))
+    assert next(iter(log.passes())).spans == ((299, 0.0, 1.0),)

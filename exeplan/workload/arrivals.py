@@ -21,8 +21,8 @@ from exeplan.workload.workload import Workload
 SPARE_SIGMAS = 3.0
 """Places beyond a batch, in square roots of it: the residents of a Poisson stream spread that much."""
 _NEGLIGIBLE = 1e-9
-_MOST_RESIDENTS = 100_000
-"""Length of the longest queue that is looked at."""
+_LONGEST_QUEUE = 100_000
+"""Requests of it that are looked at, next to those in service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +131,8 @@ def residents(rate: float, sizes: Floats, throughputs: Floats, *, spread: float 
     `spread` is the variance of their number over that under Poisson arrivals.
     """
     load = rate / float(throughputs[-1])
-    tail = spread * math.log(_NEGLIGIBLE) / math.log(load)
-    number = np.arange(1, min(int(sizes[-1] + tail) + 2, _MOST_RESIDENTS))
+    queue = min(spread * math.log(_NEGLIGIBLE) / math.log(load), _LONGEST_QUEUE)
+    number = np.arange(1, int(sizes[-1] + queue) + 2)
     logs = np.concatenate([[0.0], np.cumsum(math.log(rate) - np.log(np.interp(number, sizes, throughputs)))])
     chance = np.exp((logs - logs.max()) / spread)
     return np.asarray(chance / chance.sum())

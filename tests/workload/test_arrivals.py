@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from exeplan.api import datasheet_profile
 from exeplan.arrays import Floats
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
@@ -62,6 +63,11 @@ def test_servers_without_end_hold_a_poisson_number() -> None:
     chance = residents(20.0, sizes, sizes)
     assert mean(chance) == pytest.approx(20.0)
     assert float(np.arange(len(chance)) ** 2 @ chance) - 400.0 == pytest.approx(20.0)
+
+
+def test_more_places_than_the_longest_queue_that_is_looked_at_are_all_counted() -> None:
+    sizes = np.array([1.0, 131_072.0])
+    assert mean(residents(0.9 * 131_072, sizes, sizes)) == pytest.approx(0.9 * 131_072, rel=1e-3)
 
 
 def test_a_spread_is_that_of_the_number_in_the_system() -> None:
@@ -378,3 +384,16 @@ def test_replicas_share_the_requests_of_a_trace_evenly() -> None:
     assert inputs.tolist() == [14, 19]
     assert found.tolist() == [1.0, 2.25]
     assert arrivals.draw(whole, 3, seed=0)[0].tolist() == [10, 11, 12]
+
+
+def test_spare_places_at_a_rate_keep_the_bound_on_single_gaps() -> None:
+    """More prompts a prefill stall the streams for longer."""
+    gap = Bound(seconds=0.12, metric="max-itl")
+    asked = make_problem(
+        datasheet_profile("opt-13b", "a40-48gb"), load_workload("uniform:in=20-60;out=10-30"), Bound(seconds=1e9)
+    )
+    asked = replace(asked, more_bounds=(gap,), arrivals=Arrivals(rate=1.2), max_seqs=64)
+    assert not asked.keeps(Schedule("rra", {"prefill_batch": 7, "decode_steps": 2}))
+    plan = optimize(asked, policies=("rra",)).plan
+    assert plan.longest_stall["seconds"] <= gap.seconds
+    assert plan.replay.percentiles["max-itl"] <= gap.seconds

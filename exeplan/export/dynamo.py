@@ -75,7 +75,7 @@ def _component(name: str, kind: str, replicas: int, container: Mapping[str, Any]
         "name": name,
         "type": kind,
         "replicas": replicas,
-        "podTemplate": {"spec": {"containers": [dict(container)]}},
+        "podTemplate": {"spec": {"enableServiceLinks": False, "containers": [dict(container)]}},
     }
 
 

@@ -24,6 +24,8 @@ _PLAN_VOLUME = {"name": "plan", "configMap": {"name": "exeplan-plan"}}
 _PLAN_MOUNT = {"name": "plan", "mountPath": str(PurePosixPath(PLAN_PATH).parent)}
 _LEADERS = "leaderworkerset.sigs.k8s.io/name"
 _OF_LEADERS = ("ports", "readinessProbe", "startupProbe")
+_POD = {"enableServiceLinks": False}
+"""Of every pod: Kubernetes sets NAME_PORT for each Service, and vLLM reads VLLM_PORT."""
 _SECRET = {"secretKeyRef": {"name": "exeplan", "key": "api-key", "optional": True}}
 
 
@@ -162,8 +164,8 @@ def as_kuberay(export: Export) -> str:
     }
     job = as_ray_job(
         export,
-        head=({"volumes": [_SHARED_MEMORY, _PLAN_VOLUME]}, head),
-        workers=({"volumes": [_SHARED_MEMORY]}, workers),
+        head=({**_POD, "volumes": [_SHARED_MEMORY, _PLAN_VOLUME]}, head),
+        workers=({**_POD, "volumes": [_SHARED_MEMORY]}, workers),
     )
     return _commented(export) + "---\n".join([_config_map(export), plain_yaml.dump(job)])
 
@@ -301,7 +303,7 @@ def _router(export: Export) -> Iterator[dict[str, Any]]:
         "spec": {
             "replicas": 1,
             "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": {"containers": [container]}},
+            "template": {"metadata": {"labels": labels}, "spec": {**_POD, "containers": [container]}},
         },
     }
     yield {
@@ -327,7 +329,7 @@ def _deployment(export: Export, instance: Instance) -> dict[str, Any]:
         "volumeMounts": [_MEMORY_MOUNT],
     }
     template: dict[str, Any] = {"labels": labels}
-    spec: dict[str, Any] = {"containers": [container], "volumes": [_SHARED_MEMORY]}
+    spec: dict[str, Any] = {**_POD, "containers": [container], "volumes": [_SHARED_MEMORY]}
     if instance.address_variable:
         address = {"fieldRef": {"fieldPath": "status.podIP"}}
         container["env"].append({"name": instance.address_variable, "valueFrom": address})

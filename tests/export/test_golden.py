@@ -5,8 +5,10 @@ the difference.
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -123,6 +125,29 @@ def test_kubernetes_takes_the_objects_of_every_plan(engine: str) -> None:
             kubernetes_validate.validate(one, KUBERNETES, strict=True)
             taken += 1
     assert taken >= 2
+
+
+def pod_specs(found: object) -> Iterator[dict[str, Any]]:
+    """Every mapping with containers."""
+    if isinstance(found, dict):
+        if "containers" in found:
+            yield found
+        found = list(found.values())
+    for one in found if isinstance(found, list) else ():
+        yield from pod_specs(one)
+
+
+@pytest.mark.parametrize(
+    ("engine", "form"),
+    [(engine, form) for form in ("kubernetes", "kuberay", "dynamo") for engine in ONLY.get(form, exporter_names())],
+)
+def test_no_pod_has_variables_of_services_of_which_vllm_takes_one_for_its_port(engine: str, form: str) -> None:
+    """A Service `vllm` sets VLLM_PORT=tcp://... in every pod that has such variables."""
+    names = [name for name in (OF_ENGINE[engine], "two hosts", "2P3D") if name == OF_ENGINE[engine] or engine in APART]
+    for name in names:
+        specs = list(pod_specs([*yaml.safe_load_all(FORMS[form](exported(engine, PLANS[name])))]))
+        assert specs
+        assert all(spec.get("enableServiceLinks") is False for spec in specs)
 
 
 def test_a_field_that_kubernetes_does_not_know_would_fail() -> None:

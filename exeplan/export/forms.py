@@ -174,7 +174,7 @@ def form_remarks(export: Export, form: str) -> list[str]:
     """What a form has to be said of, beside the remarks of the export."""
     if form == "dynamo":
         return list(graph_remarks(export))
-    return [export.router.remark] if export.router and export.router.remark else []
+    return list(export.router.remarks) if export.router else []
 
 
 def as_dynamo(export: Export) -> str:

@@ -84,8 +84,8 @@ class Router:
     health_path: str
     bootstrap: str = ""
     """The option of a prefill server whose port follows its URL; '' where none does."""
-    remark: str = ""
-    """What has to be done for it, as a sentence; '' for nothing."""
+    remarks: tuple[str, ...] = ()
+    """What has to be done for it, and how its limit is less than the plan's, in sentences."""
 
     def command(self, workers: Sequence[tuple[str, str, int | None]]) -> tuple[str, ...]:
         """With the phase, URL and bootstrap port of each server."""

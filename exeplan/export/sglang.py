@@ -51,6 +51,8 @@ from exeplan.export.shape import (
     prefill_remarks,
     prefill_tokens,
     quantizes,
+    refill_remark,
+    router_limit,
     sides_of,
     weight_remarks,
     with_schedules,
@@ -133,8 +135,6 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
         return ["--model-path", model, *options, *_SERVING], {}
 
     instances = sides_of(plan, "sglang", _PROGRAM, words, _JOIN)
-    limit = in_flight_limit(plan)
-    queue = ["--max-concurrent-requests", f"{limit * plan.num_replicas}", "--queue-size", "0"] if limit else []
     tokens = max(option_value(one.options, "--max-prefill-tokens") for one in instances if one.phase == "prefill")
     return Export(
         **_COMMON,
@@ -147,7 +147,7 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
             options=(
                 "--pd-disaggregation",
                 *("--prefill-policy", "round_robin", "--decode-policy", "power_of_two"),
-                *queue,
+                *router_limit(plan),
                 *("--host", "0.0.0.0", "--port", f"{_ROUTER_PORT}"),
             ),
             version="0.3.2",
@@ -156,6 +156,7 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
             port=_ROUTER_PORT,
             health_path="/health",
             bootstrap=_BOOTSTRAP,
+            remarks=tuple(refill_remark(plan, "sglang-router")),
         ),
         remarks=(
             *weight_remarks(plan, spec, model, "SGLang", " ".join(_QUANTIZING)),

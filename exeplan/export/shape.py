@@ -294,6 +294,24 @@ def in_flight_limit(plan: Plan) -> int | None:
     return max(int(found.throughput * plan.bound.seconds / plan.num_replicas), 1)
 
 
+def router_limit(plan: Plan) -> tuple[str, ...]:
+    """Options of both engines' routers, none without a bound: a bucket of as many tokens as requests may be in flight,
+    which is refilled with as many a second by default, and with one at least."""
+    if (limit := in_flight_limit(plan)) is None:
+        return ()
+    count = f"{limit * plan.num_replicas}"
+    return ("--max-concurrent-requests", count, "--rate-limit-tokens-per-second", "1", "--queue-size", "0")
+
+
+def refill_remark(plan: Plan, router: str) -> Iterator[str]:
+    """What that is short of a limit on requests in flight."""
+    if in_flight_limit(plan):
+        yield (
+            f"while it refuses requests, {router} lets in one a second more than are answered (the least that "
+            "--rate-limit-tokens-per-second takes): a long overload breaks the plan's bound"
+        )
+
+
 def most_rows(plan: Plan, group: ReplicaGroup) -> int | None:
     """Requests of one server of an `rra` plan that run after a prefill, in the mean; None where nothing says so.
 

@@ -16,7 +16,8 @@ Source: `vllm/engine/arg_utils.py`, `vllm/config/scheduler.py`, `vllm/distribute
     expert_parallel_size              --enable-expert-parallel
     bound on latency                  --max-num-queued-reqs: who would wait longer is told 503
     waa-c, waa-m: servers of a phase  --kv-transfer-config with NixlConnector (`nixl/connector.py`), behind vllm-router
-                                      0.1.17 (its `router_args.py`), whose --max-concurrent-requests has the bound
+                                      0.1.17 (its `router_args.py`), whose --max-concurrent-requests has the bound,
+                                      but not for streams
     prefill_batch, decode_batch       --max-num-seqs of each server
 
 Not here: phases on stages that hold some layers only.
@@ -51,6 +52,8 @@ from exeplan.export.shape import (
     prefill_remarks,
     prefill_tokens,
     quantizes,
+    refill_remark,
+    router_limit,
     sides_of,
     weight_remarks,
     with_schedules,
@@ -146,8 +149,6 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
         return [model, *options, "--no-enable-prefix-caching", "--port", f"{_SERVER_PORT}"], {}
 
     instances = sides_of(plan, "vllm", ("vllm", "serve"), words, _JOIN)
-    limit = in_flight_limit(plan)
-    queue = ["--max-concurrent-requests", f"{limit * plan.num_replicas}", "--queue-size", "0"] if limit else []
     tokens = max(option_value(one.options, "--max-num-batched-tokens") for one in instances if one.phase == "prefill")
     return Export(
         engine="vLLM",
@@ -166,14 +167,17 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
                 *("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
                 *("--prefill-policy", "round_robin", "--decode-policy", "power_of_two"),
                 *("--worker-startup-timeout-secs", "1800"),
-                *queue,
+                *router_limit(plan),
                 *("--host", "0.0.0.0", "--port", f"{_PORT}"),
             ),
             version="0.1.17",
             image=_ROUTER_IMAGE,
             package="vllm-router",
             port=_PORT,
-            remark=f"the image {_ROUTER_IMAGE} is one that you build, with the package vllm-router 0.1.17",
+            remarks=(
+                f"the image {_ROUTER_IMAGE} is one that you build, with the package vllm-router 0.1.17",
+                *_limit_remarks(plan),
+            ),
             health_path="/health",
         ),
         remarks=(
@@ -184,6 +188,12 @@ def _export_apart(plan: Plan, spec: ModelSpec, model: str) -> Export:
         ),
         as_run=with_schedules(plan, _own_schedule),
     )
+
+
+def _limit_remarks(plan: Plan) -> Iterator[str]:
+    yield from refill_remark(plan, "vllm-router")
+    if in_flight_limit(plan):
+        yield "vllm-router counts a streamed request until its response begins: streams are not limited"
 
 
 def _pass_tokens(side: Side, longest: int) -> int:

@@ -81,9 +81,15 @@ def test_the_bound_limits_what_the_router_lets_in(engine: str) -> None:
     router = exported(engine).router
     assert router
     assert values(list(router.options), "--max-concurrent-requests") == ["200"]
+    # A bucket, which by default has as many tokens again a second later.
+    assert values(list(router.options), "--rate-limit-tokens-per-second") == ["1"]
+    said = " ".join(router.remarks)
+    assert f"{engine}-router lets in one a second more than are answered" in said
+    assert ("streams are not limited" in said) == (engine == "vllm")
     unbounded = exported(engine, replace(XPYD, bound=None)).router
     assert unbounded
-    assert "--max-concurrent-requests" not in unbounded.options
+    assert {"--max-concurrent-requests", "--rate-limit-tokens-per-second"}.isdisjoint(unbounded.options)
+    assert "lets in" not in " ".join(unbounded.remarks)
 
 
 @engines

@@ -3,6 +3,7 @@
 # the plan holds prefills back while prefilled requests wait for a place; SGLang holds them back only where a decode server has no room
 # a prefill pass of SGLang has at most 16384 tokens
 # the radix cache is off, as plans count every prompt token; with it on, plan with uncached prompt lengths
+# while it refuses requests, sglang-router lets in one a second more than are answered (the least that --rate-limit-tokens-per-second takes): a long overload breaks the plan's bound
 CUDA_VISIBLE_DEVICES=0 python3 -m sglang.launch_server \
     --model-path organisation/name \
     --dtype bfloat16 \
@@ -77,6 +78,7 @@ python3 -m sglang_router.launch_router \
     --prefill-policy round_robin \
     --decode-policy power_of_two \
     --max-concurrent-requests 200 \
+    --rate-limit-tokens-per-second 1 \
     --queue-size 0 \
     --host 0.0.0.0 \
     --port 8000 \

@@ -5,6 +5,8 @@
 # vLLM needs the package nixl beside it
 # prefix caching is off, as plans count every prompt token; with it on, plan with uncached prompt lengths
 # the image vllm-router:0.1.17 is one that you build, with the package vllm-router 0.1.17
+# while it refuses requests, vllm-router lets in one a second more than are answered (the least that --rate-limit-tokens-per-second takes): a long overload breaks the plan's bound
+# vllm-router counts a streamed request until its response begins: streams are not limited
 CUDA_VISIBLE_DEVICES=0 VLLM_NIXL_SIDE_CHANNEL_PORT=5600 vllm serve organisation/name \
     --dtype bfloat16 \
     --tensor-parallel-size 1 \
@@ -62,6 +64,7 @@ vllm-router \
     --decode-policy power_of_two \
     --worker-startup-timeout-secs 1800 \
     --max-concurrent-requests 200 \
+    --rate-limit-tokens-per-second 1 \
     --queue-size 0 \
     --host 0.0.0.0 \
     --port 8000 \

@@ -3,8 +3,9 @@
 Source: `launcher/src/main.rs`, as of 3.3.
 
     plan                              TGI
-    rra: decode_steps                 --max-waiting-tokens, with --waiting-served-ratio so high that nothing else begins
-                                      a prefill while requests decode
+    rra: decode_steps                 --max-waiting-tokens, one more: its count begins at 1 with the decode after a
+                                      prefill; with --waiting-served-ratio so high that nothing else begins a
+                                      prefill while requests decode, and PREFILL_CHUNKING=0, as chunks ignore both
     decode_batch, half a prefill more  --max-batch-size
     tokens of a whole prefill         --max-batch-prefill-tokens, at least those of the longest request
     tensor_parallel_size              --num-shard
@@ -53,7 +54,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
             options += ["--cuda-memory-fraction", f"{plan.gpu_memory_utilization:g}"]
         if limit := in_flight_limit(plan):
             options += ["--max-concurrent-requests", f"{limit}"]
-        return [*options, "--port", f"{_PORT}"], {"PREFIX_CACHING": "0"}
+        return [*options, "--port", f"{_PORT}"], {"PREFIX_CACHING": "0", "PREFILL_CHUNKING": "0"}
 
     return Export(
         engine="TGI",
@@ -85,7 +86,7 @@ def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     variables, longest = group.schedule.variables, longest_request(spec, group)
     yield from ("--num-shard", f"{group.placement[0].tensor_parallel_size}")
     yield from ("--max-input-tokens", f"{longest - 1}", "--max-total-tokens", f"{longest}")
-    yield from ("--max-waiting-tokens", f"{variables['decode_steps']}", "--waiting-served-ratio", _NEVER)
+    yield from ("--max-waiting-tokens", f"{variables['decode_steps'] + 1}", "--waiting-served-ratio", _NEVER)
     if rows := most_rows(plan, group):
         yield from ("--max-batch-size", f"{rows}")
     yield from ("--max-batch-prefill-tokens", f"{max(prefill_tokens(plan, group) or 0, longest)}")

@@ -37,11 +37,12 @@ def test_tgi() -> None:
     [instance] = exported("tgi", PLAN).instances
     assert instance.options == (
         "--model-id", "organisation/name", "--dtype", "bfloat16", "--num-shard", "2", "--max-input-tokens", "63999",
-        "--max-total-tokens", "64000", "--max-waiting-tokens", "24", "--waiting-served-ratio", "1000",
+        "--max-total-tokens", "64000", "--max-waiting-tokens", "25", "--waiting-served-ratio", "1000",
         "--max-batch-size", "124", "--max-batch-prefill-tokens", "99000", "--max-batch-total-tokens", "64000",
         "--max-concurrent-requests", "300", "--port", "3000",
     )  # fmt: skip
-    assert instance.environment == {"PREFIX_CACHING": "0"}
+    # With chunks of prompts, its default, it looks at none of its three limits of a prefill.
+    assert instance.environment == {"PREFIX_CACHING": "0", "PREFILL_CHUNKING": "0"}
     fp8 = exported("tgi", replace(PLAN, dtype="fp8")).instances[0].options
     assert fp8[2:6] == ("--quantize", "fp8", "--kv-cache-dtype", "fp8_e4m3fn")
 

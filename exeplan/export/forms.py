@@ -470,6 +470,12 @@ def _on_port(export: Export, server: _Server) -> tuple[str, ...]:
     for option, port in {export.port_option: server.port, **server.own_ports}.items():
         if option in words:
             words[words.index(option) + 1] = f"{port}"
+        elif option.startswith("--") and port != server.instance.own_ports[option]:
+            words += [option, f"{port}"]
+    if server.port != export.port:
+        words += [
+            word for option, path in server.instance.own_paths.items() for word in (option, f"{path}-{server.port}")
+        ]
     return tuple(words)
 
 

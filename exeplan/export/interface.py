@@ -48,7 +48,9 @@ class Instance:
     """`prefill` or `decode` for servers that do nothing else."""
     own_ports: Mapping[str, int] = field(default_factory=dict)
     """By option or environment variable a further port, of the first such server of a host: the next one has the
-    next."""
+    next. An option that is not among the words has that port by default."""
+    own_paths: Mapping[str, str] = field(default_factory=dict)
+    """By option a file that servers of one host may not share, as the engine has it by default: the first one's."""
     address_variable: str = ""
     """The environment variable with the address at which the other servers reach this one; '' where there is none."""
 

@@ -15,12 +15,13 @@ Source: `launcher/src/main.rs`, as of 3.3.
 Not here: chunks of prompts, pipelines and experts on several devices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from exeplan.core.models.model import FP8, ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import ReplicaGroup
-from exeplan.export.interface import Export
+from exeplan.export.interface import Export, Instance
 from exeplan.export.shape import (
     check_one_stage,
     check_shape,
@@ -29,6 +30,7 @@ from exeplan.export.shape import (
     instances_of,
     longest_request,
     most_rows,
+    option_value,
     prefill_remarks,
     prefill_tokens,
     quantizes,
@@ -56,6 +58,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
             options += ["--max-concurrent-requests", f"{limit}"]
         return [*options, "--port", f"{_PORT}"], {"PREFIX_CACHING": "0", "PREFILL_CHUNKING": "0"}
 
+    instances = tuple(_own(one) for one in instances_of(plan, "tgi", ("text-generation-launcher",), words))
     return Export(
         engine="TGI",
         versions=("3.0", "3.3"),
@@ -63,13 +66,28 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         package="text-generation-server",
         port=_PORT,
         health_path="/health",
-        instances=instances_of(plan, "tgi", ("text-generation-launcher",), words),
+        instances=instances,
         remarks=(
             *weight_remarks(plan, spec, model, "TGI", " ".join(_QUANTIZING)),
             *dict.fromkeys(_remarks(plan, spec)),
+            *_host_remarks(instances),
         ),
         as_run=with_schedules(plan, without_adjustment),
     )
+
+
+def _own(instance: Instance) -> Instance:
+    """With what a second server of a host may not share."""
+    ports = {"--prometheus-port": 9000}
+    if option_value(instance.options, "--num-shard") > 1:
+        ports["--master-port"] = 29500
+    return replace(instance, own_ports=ports, own_paths={"--shard-uds-path": "/tmp/text-generation-server"})
+
+
+def _host_remarks(instances: Sequence[Instance]) -> Iterator[str]:
+    hosts = [host for one in instances for host in one.hosts]
+    if len(set(hosts)) < len(hosts):
+        yield "TGI before 3.3 has no --prometheus-port, and runs one server a host unless each is in a container"
 
 
 def _weights(plan: Plan, spec: ModelSpec, model: str) -> Iterator[str]:

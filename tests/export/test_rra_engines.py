@@ -1,5 +1,6 @@
 """TGI and LightLLM, which have the interval of round-robin allocation as a constant, are given the planned one."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.export import load_exporter
+from exeplan.export.forms import FORMS
 from exeplan.export.interface import Export
 
 from .test_vllm import ESTIMATE
@@ -45,6 +47,26 @@ def test_tgi() -> None:
     assert instance.environment == {"PREFIX_CACHING": "0", "PREFILL_CHUNKING": "0"}
     fp8 = exported("tgi", replace(PLAN, dtype="fp8")).instances[0].options
     assert fp8[2:6] == ("--quantize", "fp8", "--kv-cache-dtype", "fp8_e4m3fn")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_servers_of_tgi_on_one_host_share_neither_sockets_nor_ports(size: int) -> None:
+    """A launcher removes the sockets `PATH-RANK` that it finds."""
+    stage = Stage(devices=tuple(range(size)), layers=(0, 32))
+    found = exported("tgi", replace(PLAN, placement=(stage,), replicas=(0, size, 2 * size, 8)))
+    script = FORMS["command"](found).replace("\\\n", " ")
+    servers = [shlex.split(line) for line in script.splitlines() if "text-generation-launcher" in line]
+    own = {"--port": "3000", "--shard-uds-path": "/tmp/text-generation-server", "--prometheus-port": "9000"}
+    own |= {"--master-port": "29500"} if size > 1 else {}
+    for option, usual in own.items():
+        used = [words[words.index(option) + 1] if option in words else usual for words in servers]
+        assert len(set(used[:3])) == 3
+        assert used[3] == usual  # On the next host.
+    assert ("--master-port" in script) == (size > 1)
+    sockets = [f"{words[words.index('--shard-uds-path') + 1]}" for words in servers[1:3]]
+    assert sockets == ["/tmp/text-generation-server-3001", "/tmp/text-generation-server-3002"]
+    assert "before 3.3 has no --prometheus-port" in " ".join(found.remarks)
+    assert "--prometheus-port" not in FORMS["kubernetes"](found).split("apiVersion", 1)[1]
 
 
 def test_lightllm() -> None:

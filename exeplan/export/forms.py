@@ -123,7 +123,7 @@ def _compose_service(export: Export, server: "_Server") -> dict[str, Any]:
         "command": list(instance.options),
         "ports": [f"127.0.0.1:{server.port}:{export.port}"],
         "ipc": "host",
-        "volumes": ["~/.cache/huggingface:/root/.cache/huggingface"],
+        "volumes": [f"~/.cache/huggingface:{export.cache_path}"],
     }
     if export.router:  # It alone is reached from outside.
         del service["ports"]

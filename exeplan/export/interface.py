@@ -111,6 +111,8 @@ class Export:
     port: int
     port_option: str = "--port"
     health_path: str
+    cache_path: str = "/root/.cache/huggingface"
+    """HF_HOME in the image."""
     instances: tuple[Instance, ...]
     router: Router | None = None
     """None where servers need none, or any will do."""

@@ -9,7 +9,8 @@ Source: `launcher/src/main.rs`, as of 3.3.
     decode_batch, half a prefill more  --max-batch-size
     tokens of a whole prefill         --max-batch-prefill-tokens, at least those of the longest request
     tensor_parallel_size              --num-shard
-    kv_cache_tokens                   --max-batch-total-tokens
+    kv_cache_tokens                   none, as it ignores --max-batch-total-tokens with flash attention; the cache takes
+                                      what is left of --cuda-memory-fraction
     bound on latency                  --max-concurrent-requests: who would wait longer is told 429
 
 Not here: chunks of prompts, pipelines and experts on several devices.
@@ -66,6 +67,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         package="text-generation-server",
         port=_PORT,
         health_path="/health",
+        cache_path="/data",
         instances=instances,
         remarks=(
             *weight_remarks(plan, spec, model, "TGI", " ".join(_QUANTIZING)),
@@ -108,8 +110,6 @@ def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     if rows := most_rows(plan, group):
         yield from ("--max-batch-size", f"{rows}")
     yield from ("--max-batch-prefill-tokens", f"{max(prefill_tokens(plan, group) or 0, longest)}")
-    if group.kv_cache_tokens:
-        yield from ("--max-batch-total-tokens", f"{group.kv_cache_tokens}")
 
 
 def _remarks(plan: Plan, spec: ModelSpec) -> Iterator[str]:

@@ -13,6 +13,7 @@ from exeplan.errors import InputError
 from exeplan.export import load_exporter
 from exeplan.export.forms import FORMS
 from exeplan.export.interface import Export
+from exeplan.plain_yaml import load
 
 from .test_vllm import ESTIMATE
 
@@ -40,13 +41,25 @@ def test_tgi() -> None:
     assert instance.options == (
         "--model-id", "organisation/name", "--dtype", "bfloat16", "--num-shard", "2", "--max-input-tokens", "63999",
         "--max-total-tokens", "64000", "--max-waiting-tokens", "25", "--waiting-served-ratio", "1000",
-        "--max-batch-size", "124", "--max-batch-prefill-tokens", "99000", "--max-batch-total-tokens", "64000",
+        "--max-batch-size", "124", "--max-batch-prefill-tokens", "99000",
         "--max-concurrent-requests", "300", "--port", "3000",
     )  # fmt: skip
     # With chunks of prompts, its default, it looks at none of its three limits of a prefill.
     assert instance.environment == {"PREFIX_CACHING": "0", "PREFILL_CHUNKING": "0"}
     fp8 = exported("tgi", replace(PLAN, dtype="fp8")).instances[0].options
     assert fp8[2:6] == ("--quantize", "fp8", "--kv-cache-dtype", "fp8_e4m3fn")
+
+
+def test_weights_are_kept_where_the_image_of_tgi_looks_for_them() -> None:
+    """Its HF_HOME is /data."""
+    volumes = {
+        engine: load(FORMS["compose"](exported(engine, PLAN)))["services"][engine]["volumes"]
+        for engine in ("tgi", "lightllm")
+    }
+    assert volumes == {
+        "tgi": ["~/.cache/huggingface:/data"],
+        "lightllm": ["~/.cache/huggingface:/root/.cache/huggingface"],
+    }
 
 
 @pytest.mark.parametrize("size", [1, 2])

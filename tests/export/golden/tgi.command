@@ -12,6 +12,5 @@ CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 PREFIX_CACHING=0 PREFILL_CHUNKING=0 text-ge
     --waiting-served-ratio 1000 \
     --max-batch-size 124 \
     --max-batch-prefill-tokens 100000 \
-    --max-batch-total-tokens 100000 \
     --max-concurrent-requests 200 \
     --port 3000

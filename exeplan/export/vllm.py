@@ -8,7 +8,8 @@ Source: `vllm/engine/arg_utils.py`, `vllm/config/scheduler.py`, `vllm/distribute
     max_num_batched_tokens            --max-num-batched-tokens
     rra: a whole prefill's tokens      --max-num-batched-tokens, and one more for each row that decodes
     orca: whole prompts               --no-enable-chunked-prefill, and a budget for the longest prompt
-    rra: decode_steps                 --prefill-schedule-interval: new prompts once in so many steps
+    rra: decode_steps                 --prefill-schedule-interval: new prompts once in so many steps, but not while
+                                      requests are left waiting
     rra, all of it, with the plug-in  --scheduler-cls exeplan.vllm_plugin.scheduler.RraScheduler
     stages, their layers              --pipeline-parallel-size, VLLM_PP_LAYER_PARTITION
     replicas                          a server each, behind a router
@@ -307,7 +308,11 @@ def _remarks(plan: Plan, spec: ModelSpec, *, plug_in: bool) -> Iterator[str]:
                 f"the plan prefills {variables['prefill_batch']} requests at a time in a pass of their own; vLLM "
                 "begins as many as it has places and a step's tokens allow, in one pass with those that decode"
             )
-            yield "the interval acts with --data-parallel-size above 1 only, up to 0.32; --plug-in keeps it everywhere"
+            yield (
+                "vLLM's --prefill-schedule-interval is off for as long as a step that begins prompts leaves others "
+                "waiting, so under a backlog, and up to 0.32 for all but models with experts and --data-parallel-size "
+                "above 1; on one stage --plug-in keeps the planned cadence"
+            )
             if not most_rows(plan, group):
                 yield "nothing says how many requests decode at once, so vLLM's own --max-num-seqs holds"
     if not plug_in:

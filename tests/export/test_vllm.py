@@ -93,7 +93,9 @@ def test_the_interval_of_rra_and_what_it_lacks() -> None:
     assert options(found)["--max-num-seqs"] == "124"
     said = " ".join(exported(found).remarks)
     assert "prefills 8 requests at a time" in said
-    assert "--data-parallel-size above 1 only" in said
+    assert "leaves others waiting, so under a backlog" in said
+    assert "up to 0.32 for all but models with experts and --data-parallel-size above 1" in said
+    assert "--plug-in keeps the planned cadence" in said
     assert exported(found).as_run is None
 
 

@@ -4,9 +4,10 @@ Source: `lmdeploy/cli/serve.py`, `lmdeploy/cli/utils.py`, `lmdeploy/messages.py`
 `lmdeploy/pytorch/engine/inputs_maker.py` of 0.18.0.
 
     plan                              LMDeploy
-    rra: decode_steps                 16, its `prefill_interval`, which the command line cannot set
+    rra: decode_steps                 16 at most, its `prefill_interval`, which the command line cannot set; none as
+                                      soon as --max-prefill-token-num tokens wait, so under a backlog
     decode_batch, half a prefill more  --max-batch-size
-    tokens of a whole prefill         --max-prefill-token-num; as soon as so many wait, it prefills earlier
+    tokens of a whole prefill         --max-prefill-token-num
     tensor_parallel_size              --tp
     kv_cache_tokens                   --num-gpu-blocks, of 64 tokens
     bound on latency                  --max-concurrent-requests: who would wait longer waits outside the engine
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 
 from exeplan.core.models.model import FP8, ModelSpec
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import ReplicaGroup, Schedule
+from exeplan.core.schedule import ReplicaGroup
 from exeplan.export.interface import Export
 from exeplan.export.shape import (
     check_one_stage,
@@ -30,8 +31,6 @@ from exeplan.export.shape import (
     most_rows,
     prefill_remarks,
     prefill_tokens,
-    with_schedules,
-    without_adjustment,
 )
 
 _PORT = 23333
@@ -64,12 +63,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         health_path="/health",
         instances=instances_of(plan, "lmdeploy", ("lmdeploy", "serve", "api_server"), words),
         remarks=tuple(dict.fromkeys(_remarks(plan, spec))),
-        as_run=with_schedules(plan, _own_schedule),
     )
-
-
-def _own_schedule(group: ReplicaGroup) -> Schedule:
-    return Schedule("rra", {**without_adjustment(group).variables, "decode_steps": _INTERVAL})
 
 
 def _weights(plan: Plan) -> Iterator[str]:
@@ -95,13 +89,17 @@ def _remarks(plan: Plan, spec: ModelSpec) -> Iterator[str]:
         variables = group.schedule.variables
         if variables["decode_steps"] != _INTERVAL:
             yield (
-                f"the plan decodes {variables['decode_steps']} steps between prefills; LMDeploy {_INTERVAL}, and its "
-                "command line cannot say otherwise (prefill_interval of PytorchEngineConfig can)"
+                f"the plan decodes {variables['decode_steps']} steps between prefills; LMDeploy at most {_INTERVAL}, "
+                "and its command line cannot say otherwise (prefill_interval of PytorchEngineConfig can)"
             )
         yield (
+            "as soon as waiting prompts have --max-prefill-token-num tokens, which under a backlog is always so, "
+            "LMDeploy prefills at every step that has a place: the plan's interval does not hold then, and no policy here "
+            "schedules so, so that what it costs is not known"
+        )
+        yield (
             f"the plan prefills {variables['prefill_batch']} requests at a time; LMDeploy as many as it has places and "
-            "the tokens of a prefill allow, and earlier where as many tokens wait or less than half of its places "
-            "are taken"
+            "the tokens of a prefill allow, and earlier where less than half of its places are taken"
         )
         if not most_rows(plan, group):
             yield "nothing says how many requests decode at once, so LMDeploy's own --max-batch-size holds"

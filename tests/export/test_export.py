@@ -84,7 +84,7 @@ def test_an_engine_loads_a_directory_an_id_or_what_a_shipped_shape_is_on_the_hub
 def test_the_road_from_a_datasheet_to_another_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What LMDeploy's constant interval costs is replayed; a bound that breaks is named."""
+    """Where a policy here schedules as the engine does, what that costs is replayed; a bound that breaks is named."""
     monkeypatch.chdir(tmp_path)
     assert main(["profile", "llama-3.1-8b", "--datasheet", "h100-80gb", "--engine", "sglang", "-o", "p.json"]) == 0
     asked = ["--workload", "azure-2023-conv", "--latency-bound", "20s", "--policy", "rra", "-o", "plan.yaml"]
@@ -93,9 +93,15 @@ def test_the_road_from_a_datasheet_to_another_engine(
     assert main(["export", "plan.yaml", "--to", "lmdeploy", "--model", "a/b", "--as", "compose", "-o", "c.yaml"]) == 0
     said = capsys.readouterr()
     assert said.out == "wrote c.yaml\n"
-    assert "note: replayed as LMDeploy schedules it: " in said.err
-    assert "; this breaks the bound 20 s on p99-length" in said.err
+    assert "LMDeploy prefills at every step that has a place" in said.err
+    assert "replayed as" not in said.err
     services = load(Path("c.yaml").read_text())["services"]
     assert services["lmdeploy"]["entrypoint"] == ["lmdeploy", "serve", "api_server"]
+    shortest = Path("plan.yaml").read_text().replace("policy: rra", "policy: rra, order: sjf")
+    Path("other.yaml").write_text(shortest.replace("seconds: 20.0", "seconds: 10.0"))
+    assert main(["export", "other.yaml", "--to", "lightllm", "--model", "a/b"]) == 0
+    said = capsys.readouterr()
+    assert "note: replayed as LightLLM schedules it: " in said.err
+    assert "; this breaks the bound 10 s on p99-length" in said.err
     assert main(["export", "plan.yaml", "--to", "sglang"]) == 2
     assert "'llama-3.1-8b' is a shipped shape without weights" in capsys.readouterr().err

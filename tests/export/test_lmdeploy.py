@@ -1,4 +1,4 @@
-"""LMDeploy is started as far as its command line goes, and what its constant interval costs can be replayed."""
+"""LMDeploy is started as far as its command line goes, and what it does otherwise is said."""
 
 from dataclasses import replace
 
@@ -47,12 +47,16 @@ def test_two_servers_and_what_they_do_otherwise() -> None:
         "--cache-block-seq-len", "64", "--cache-max-entry-count", "0.9", "--max-concurrent-requests", "150",
         "--server-port", "23333",
     )  # fmt: skip
-    assert "decodes 24 steps between prefills; LMDeploy 16" in " ".join(found.remarks)
-    assert found.as_run is not None
-    assert found.as_run.schedule == Schedule("rra", {**RRA.variables, "decode_steps": 16})
-    same = exported(plan(schedule=found.as_run.schedule))
-    assert same.as_run is None
-    assert "between prefills" not in " ".join(same.remarks)
+    assert "decodes 24 steps between prefills; LMDeploy at most 16" in " ".join(found.remarks)
+
+
+@pytest.mark.parametrize("steps", [16, 24])
+def test_its_interval_does_not_hold_under_a_backlog_and_no_replay_says_that_it_does(steps: int) -> None:
+    found = exported(plan(schedule=Schedule("rra", {**RRA.variables, "decode_steps": steps}), replay=ESTIMATE))
+    said = " ".join(found.remarks)
+    assert "under a backlog is always so, LMDeploy prefills at every step that has a place" in said
+    assert ("steps between prefills" in said) == (steps != 16)
+    assert found.as_run is None
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ from exeplan.export.shape import (
     check_one_stage,
     check_shape,
     common_remarks,
-    in_flight_limit,
     instances_of,
     longest_request,
     most_rows,
     prefill_remarks,
     prefill_tokens,
+    queue_remark,
     with_schedules,
     without_adjustment,
 )
@@ -82,8 +82,7 @@ def _remarks(plan: Plan, spec: ModelSpec) -> Iterator[str]:
         )
         if "adjust_percent" in group.schedule.variables:
             yield "the plan adjusts the number of prefills to their work; LightLLM does not"
-    if limit := in_flight_limit(plan):
-        yield f"LightLLM's queue has no limit; more than {limit} requests in flight break the plan's bound"
+    yield from queue_remark(plan, "LightLLM")
     yield "--model_dir is a directory on its machine: LightLLM downloads nothing; its image is not of a fixed version"
     yield from prefill_remarks(plan, spec, "LightLLM", "--batch_max_tokens")
     yield from common_remarks(plan, "LightLLM", "its prompt cache")

@@ -10,7 +10,7 @@ Source: `lmdeploy/cli/serve.py`, `lmdeploy/cli/utils.py`, `lmdeploy/messages.py`
     tokens of a whole prefill         --max-prefill-token-num
     tensor_parallel_size              --tp
     kv_cache_tokens                   --num-gpu-blocks, of 64 tokens
-    bound on latency                  --max-concurrent-requests: who would wait longer waits outside the engine
+    bound on latency                  none: --max-concurrent-requests counts health checks, and no streams
 
 Not here: its other engine (TurboMind); pipelines, which it has not; attention data parallelism.
 """
@@ -25,12 +25,12 @@ from exeplan.export.shape import (
     check_one_stage,
     check_shape,
     common_remarks,
-    in_flight_limit,
     instances_of,
     longest_request,
     most_rows,
     prefill_remarks,
     prefill_tokens,
+    queue_remark,
 )
 
 _PORT = 23333
@@ -49,8 +49,6 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         if group.kv_cache_tokens:
             options += ["--num-gpu-blocks", f"{group.kv_cache_tokens // _BLOCK}", "--cache-block-seq-len", f"{_BLOCK}"]
         options += ["--cache-max-entry-count", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
-        if limit := in_flight_limit(plan):
-            options += ["--max-concurrent-requests", f"{limit}"]
         return [model, *options, "--server-port", f"{_PORT}"], {}
 
     return Export(
@@ -94,8 +92,8 @@ def _remarks(plan: Plan, spec: ModelSpec) -> Iterator[str]:
             )
         yield (
             "as soon as waiting prompts have --max-prefill-token-num tokens, which under a backlog is always so, "
-            "LMDeploy prefills at every step that has a place: the plan's interval does not hold then, and no policy here "
-            "schedules so, so that what it costs is not known"
+            "LMDeploy prefills at every step that has a place: the plan's interval does not hold then, and no policy "
+            "here schedules so, so that what it costs is not known"
         )
         yield (
             f"the plan prefills {variables['prefill_batch']} requests at a time; LMDeploy as many as it has places and "
@@ -105,5 +103,6 @@ def _remarks(plan: Plan, spec: ModelSpec) -> Iterator[str]:
             yield "nothing says how many requests decode at once, so LMDeploy's own --max-batch-size holds"
         if plan.dtype == FP8:
             yield "weights are as the checkpoint has them: LMDeploy quantizes none to fp8 when it loads them"
+    yield from queue_remark(plan, "LMDeploy")
     yield from prefill_remarks(plan, spec, "LMDeploy", "--max-prefill-token-num")
     yield from common_remarks(plan, "LMDeploy", "prefix caching")

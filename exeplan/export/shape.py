@@ -294,6 +294,12 @@ def in_flight_limit(plan: Plan) -> int | None:
     return max(int(found.throughput * plan.bound.seconds / plan.num_replicas), 1)
 
 
+def queue_remark(plan: Plan, engine: str) -> Iterator[str]:
+    """Of an engine without an option that would keep the bound."""
+    if limit := in_flight_limit(plan):
+        yield f"{engine}'s queue has no limit; more than {limit} requests in flight break the plan's bound"
+
+
 def router_limit(plan: Plan) -> tuple[str, ...]:
     """Options of both engines' routers, none without a bound: a bucket of as many tokens as requests may be in flight,
     which is refilled with as many a second by default, and with one at least."""

@@ -44,10 +44,18 @@ def test_two_servers_and_what_they_do_otherwise() -> None:
     assert found.instances[0].options == (
         "organisation/name", "--backend", "pytorch", "--dtype", "bfloat16", "--tp", "2", "--session-len", "64000",
         "--max-batch-size", "124", "--max-prefill-token-num", "16384", "--num-gpu-blocks", "1000",
-        "--cache-block-seq-len", "64", "--cache-max-entry-count", "0.9", "--max-concurrent-requests", "150",
+        "--cache-block-seq-len", "64", "--cache-max-entry-count", "0.9",
         "--server-port", "23333",
     )  # fmt: skip
     assert "decodes 24 steps between prefills; LMDeploy at most 16" in " ".join(found.remarks)
+
+
+def test_the_bound_is_no_limit_on_health_checks() -> None:
+    """Its --max-concurrent-requests is a semaphore around each HTTP request until a response begins."""
+    found = exported(plan(bound=Bound(seconds=10.0), replay=ESTIMATE))
+    assert "--max-concurrent-requests" not in found.instances[0].options
+    assert "LMDeploy's queue has no limit; more than 150 requests in flight break" in " ".join(found.remarks)
+    assert "queue has no limit" not in " ".join(exported(plan(replay=ESTIMATE)).remarks)
 
 
 @pytest.mark.parametrize("steps", [16, 24])

@@ -7,7 +7,7 @@ Source: `sglang/srt/arg_groups/fields`, `sglang/srt/managers/scheduler.py` and `
     rra: prefill_batch, decode_steps  --prefill-max-requests, --prefill-decode-interval: as `rra` has them, prefills in
                                       passes of their own and so many decode steps after each
     decode_batch, max_num_seqs        --max-running-requests, for rra half a prefill more
-    max_num_batched_tokens            chunked: --chunked-prefill-size, of prompts alone
+    max_num_batched_tokens            chunked: --chunked-prefill-size, from which it takes the rows that decode
     tokens of a whole prefill         rra: --max-prefill-tokens, as the interval begins after each pass
     chunked: prompts beside decodes   --enable-mixed-chunk
     sglang: max_num_batched_tokens    --chunked-prefill-size
@@ -229,11 +229,6 @@ def _own_split(layers: int, stages: int) -> Sequence[int]:
 def _remarks(plan: Plan, spec: ModelSpec) -> Iterator[str]:
     for group in plan.groups:
         variables = group.schedule.variables
-        if group.schedule.policy == "chunked":
-            yield (
-                f"the plan's {variables['max_num_batched_tokens']} tokens of a pass are of prompts and of rows that "
-                "decode; SGLang's chunks are of prompts, and decoding rows come on top"
-            )
         if "max_num_prefills" in variables:
             yield (
                 f"the plan begins at most {variables['max_num_prefills']} prompts in a pass; SGLang's chunks have no "

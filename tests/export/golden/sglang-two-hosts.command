@@ -1,5 +1,4 @@
 # SGLang 0.5.23
-# the plan's 2048 tokens of a pass are of prompts and of rows that decode; SGLang's chunks are of prompts, and decoding rows come on top
 # 2 servers need a router in front of them that sends a request to the one with the fewest (the plan's router is shortest-queue)
 # host-N stands for the address of the plan's host N, whose processes are one server
 # the radix cache is off, as plans count every prompt token; with it on, plan with uncached prompt lengths

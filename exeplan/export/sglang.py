@@ -11,12 +11,12 @@ Source: `sglang/srt/arg_groups/fields`, `sglang/srt/managers/scheduler.py` and `
     tokens of a whole prefill         rra: --max-prefill-tokens, as the interval begins after each pass
     chunked: prompts beside decodes   --enable-mixed-chunk
     sglang: max_num_batched_tokens    --chunked-prefill-size
-    conservativeness_percent          --schedule-conservativeness
+    conservativeness_percent          --schedule-conservativeness, which it multiplies by 0.3 for several ranks
     stages, their layers              --pp-size, SGLANG_PP_LAYER_PARTITION
     a pipeline on several hosts       --nnodes, --node-rank, --dist-init-addr
     data_parallel_size                --attn-dp-size, of a tensor-parallel group of all devices
     kv_cache_tokens                   --max-total-tokens
-    bound on latency                  --max-queued-requests: who would wait longer is told 503
+    bound on latency                  --max-queued-requests, of each rank: a request that would wait longer is told 503
     waa-c, waa-m: servers of a phase  --disaggregation-mode, behind sglang-router 0.3.2 (its `router_args.py`), whose
                                       --max-concurrent-requests has the bound: SGLang's own is ignored there
     prefill_batch, decode_batch       --prefill-max-requests, --max-running-requests, of each server
@@ -70,6 +70,8 @@ _PORT = 30000
 _UTILIZATION = 0.9
 _WHOLE = "-1"
 """Of the size of a chunk: prompts are not cut."""
+_OF_RANKS = 0.3
+"""Factor of the conservativeness with attention data parallelism (`arg_groups/parallel_hook.py`)."""
 _JOIN = Join(options=("--nnodes", "{hosts}", "--node-rank", "{rank}", "--dist-init-addr", "{leader}:20000"))
 _HOLDS = "SGLang holds them back only where a decode server has no room"
 _SERVING = ("--disable-radix-cache", "--host", "0.0.0.0", "--port", f"{_PORT}")
@@ -205,19 +207,24 @@ def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     if rows:
         yield from ("--max-running-requests", f"{rows}")
     if limit := in_flight_limit(plan):
-        yield from ("--max-queued-requests", f"{max(limit - (rows or 0), 1)}")
+        yield from ("--max-queued-requests", f"{of_each(max(limit - (rows or 0), 1), group.placement)}")
     if not of_rra:
         yield from ("--chunked-prefill-size", f"{variables['max_num_batched_tokens']}")
         if schedule.policy == "chunked":
             yield "--enable-mixed-chunk"
-        if percent := variables.get("conservativeness_percent"):
-            yield from ("--schedule-conservativeness", f"{percent / 100:g}")
+        yield from _conservativeness(group)
         return
     yield from ("--chunked-prefill-size", _WHOLE)
     yield from ("--prefill-max-requests", f"{of_each(variables['prefill_batch'], group.placement)}")
     yield from ("--prefill-decode-interval", f"{variables['decode_steps']}")
     if tokens := prefill_tokens(plan, group):
         yield from ("--max-prefill-tokens", f"{of_each(tokens, group.placement)}")
+
+
+def _conservativeness(group: ReplicaGroup) -> Iterator[str]:
+    percent, ranks = group.schedule.variables.get("conservativeness_percent"), group.placement[0].data_parallel_size > 1
+    if group.schedule.policy == "sglang" and (percent or ranks):
+        yield from ("--schedule-conservativeness", f"{(percent or 100) / 100 / (_OF_RANKS if ranks else 1):g}")
 
 
 def _own_split(layers: int, stages: int) -> Sequence[int]:

@@ -100,6 +100,28 @@ def test_ranks_share_a_group_of_all_devices() -> None:
     assert (found["--prefill-max-requests"], found["--max-total-tokens"]) == ("2", "100000")
 
 
+RANKS = (Stage(devices=tuple(range(8)), layers=(0, 94), data_parallel_size=4, expert_parallel_size=8),)
+
+
+@pytest.mark.parametrize(
+    ("percent", "placement", "written"),
+    [(None, WHOLE, None), (80, WHOLE, "0.8"), (None, RANKS, "3.33333"), (60, RANKS, "2")],
+)
+def test_ranks_keep_the_conservativeness_that_sglang_multiplies_by_three_tenths(
+    percent: int | None, placement: tuple[Stage, ...], written: str | None
+) -> None:
+    own = {"conservativeness_percent": percent} if percent else {}
+    schedule = Schedule("sglang", {"max_num_seqs": 64, "max_num_batched_tokens": 512, **own})
+    found = options(plan(schedule=schedule, placement=placement), "qwen3-235b-a22b")
+    assert found.get("--schedule-conservativeness") == written
+
+
+def test_the_queue_of_each_rank_is_its_part_of_the_plans() -> None:
+    chunked = Schedule("chunked", {"max_num_seqs": 64, "max_num_batched_tokens": 512})
+    bounded = plan(schedule=chunked, placement=RANKS, bound=Bound(seconds=10.0), replay=ESTIMATE)
+    assert options(bounded, "qwen3-235b-a22b")["--max-queued-requests"] == "59"  # Of 300 in flight 236 wait.
+
+
 def test_whole_prompts_beside_decodes_are_refused() -> None:
     with pytest.raises(InputError, match="SGLang cannot schedule as 'orca' does; plan again with --policy rra or chun"):
         exported(plan(schedule=Schedule("orca", {"max_num_seqs": 4})))

@@ -30,7 +30,7 @@ _SECRET = {"secretKeyRef": {"name": "exeplan", "key": "api-key", "optional": Tru
 
 
 def as_command(export: Export) -> str:
-    """A shell script for each host; several servers of a host run in the background, on ports in sequence."""
+    """A shell script for each host; several servers of a host run in the background, each on a port of its own."""
     _check_takes_no_file(export)
     lines, placed = [f"# {line}" for line in _head(export)], list(_placed(export))
     hosts = sorted({host for server in placed for host in server.hosts})
@@ -445,18 +445,18 @@ class _Server(NamedTuple):
 
 
 def _placed(export: Export) -> Iterator[_Server]:
-    """Every server; those of a host have ports in sequence."""
+    """Every server; those of a host have ports in sequence, or as far apart as the engine needs."""
     ports: dict[tuple[int, str], int] = {}
 
-    def taken(host: int, name: str, first: int) -> int:
-        ports[host, name] = ports.get((host, name), first - 1) + 1
+    def taken(host: int, name: str, first: int, step: int = 1) -> int:
+        ports[host, name] = ports.get((host, name), first - step) + step
         return ports[host, name]
 
     for instance in export.instances:
         for number, (host, gpus) in enumerate(zip(instance.hosts, instance.gpus, strict=True)):
             name = instance.name if instance.count == 1 else f"{instance.name}-replica-{number}"
             own_ports = {other: taken(host, other, first) for other, first in instance.own_ports.items()}
-            port = taken(host, export.port_option, export.port)
+            port = taken(host, export.port_option, export.port, export.port_step)
             yield _Server(instance, name, number, host, gpus, port, own_ports)
 
 

@@ -110,6 +110,8 @@ class Export:
     """The Python distribution whose installed version is compared."""
     port: int
     port_option: str = "--port"
+    port_step: int = 1
+    """From the port of one server of a host to that of the next: more where a server takes further ports by its own."""
     health_path: str
     cache_path: str = "/root/.cache/huggingface"
     """HF_HOME in the image."""

@@ -72,6 +72,9 @@ _WHOLE = "-1"
 """Of the size of a chunk: prompts are not cut."""
 _OF_RANKS = 0.3
 """Factor of the conservativeness with attention data parallelism (`arg_groups/parallel_hook.py`)."""
+_PORTS_OF_RANKS = 20
+"""Between two servers of a host with attention data parallelism: each takes its port, the one 13 further and those 233
+to 239 further (`server_args.py`), which at this distance differ among up to eleven servers."""
 _JOIN = Join(options=("--nnodes", "{hosts}", "--node-rank", "{rank}", "--dist-init-addr", "{leader}:20000"))
 _HOLDS = "SGLang holds them back only where a decode server has no room"
 _SERVING = ("--disable-radix-cache", "--host", "0.0.0.0", "--port", f"{_PORT}")
@@ -107,6 +110,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
 
     return Export(
         **_COMMON,
+        port_step=_PORTS_OF_RANKS if any(one.placement[0].data_parallel_size > 1 for one in plan.groups) else 1,
         instances=instances_of(plan, "sglang", _PROGRAM, words, _JOIN),
         remarks=(
             *weight_remarks(plan, spec, model, "SGLang", " ".join(_QUANTIZING)),

@@ -9,6 +9,7 @@ from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
+from exeplan.export.forms import FORMS
 from exeplan.export.interface import Export
 from exeplan.export.sglang import export
 
@@ -114,6 +115,19 @@ def test_ranks_keep_the_conservativeness_that_sglang_multiplies_by_three_tenths(
     schedule = Schedule("sglang", {"max_num_seqs": 64, "max_num_batched_tokens": 512, **own})
     found = options(plan(schedule=schedule, placement=placement), "qwen3-235b-a22b")
     assert found.get("--schedule-conservativeness") == written
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (1, 4)])
+def test_servers_of_one_host_take_different_ports(ranks: int, count: int) -> None:
+    """With ranks each takes its port, the one 13 further, and those 233 to 239 further."""
+    stage = Stage(devices=(0, 1), layers=(0, 94), data_parallel_size=ranks, expert_parallel_size=ranks)
+    replicas = tuple(range(0, 2 * count, 2))
+    found = exported(plan(placement=(stage,), replicas=replicas), "qwen3-235b-a22b")
+    words = FORMS["command"](found).split()
+    ports = [int(words[n + 1]) for n, word in enumerate(words) if word == "--port"]
+    further = [0, 13, *range(233, 240)] if ranks > 1 else [0]
+    assert len({port + more for port in ports for more in further}) == count * len(further)
+    assert ports[1] == 30001 or ranks > 1
 
 
 def test_the_queue_of_each_rank_is_its_part_of_the_plans() -> None:

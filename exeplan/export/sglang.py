@@ -8,6 +8,8 @@ Source: `sglang/srt/arg_groups/fields`, `sglang/srt/managers/scheduler.py` and `
                                       passes of their own and so many decode steps after each
     decode_batch, max_num_seqs        --max-running-requests, for rra half a prefill more
     max_num_batched_tokens            chunked: --chunked-prefill-size, from which it takes the rows that decode
+    rra: decode_steps, on a pipeline  --prefill-decode-interval counts the passes of all micro-batches, one a stage: the
+                                      nearest with which each of them has prefills in turn
     tokens of a whole prefill         rra: --max-prefill-tokens, as the interval begins after each pass
     chunked: prompts beside decodes   --enable-mixed-chunk
     sglang: max_num_batched_tokens    --chunked-prefill-size
@@ -24,6 +26,7 @@ Source: `sglang/srt/arg_groups/fields`, `sglang/srt/managers/scheduler.py` and `
 Not here: `orca`, as whole prompts are never in one pass with decodes; phases on stages that hold some layers only.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -178,6 +181,8 @@ def _own_schedule(group: ReplicaGroup) -> Schedule:
     if group.schedule.policy in _APART:
         stages = len(servers(group.placement, "decode"))
     kept = {name: value for name, value in group.schedule.variables.items() if name not in left_out}
+    if group.schedule.policy == "rra":
+        kept["decode_steps"] = _interval(group)
     return Schedule(group.schedule.policy, {**kept, **({"micro_batches": stages} if stages > 1 else {})})
 
 
@@ -220,7 +225,7 @@ def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
         return
     yield from ("--chunked-prefill-size", _WHOLE)
     yield from ("--prefill-max-requests", f"{of_each(variables['prefill_batch'], group.placement)}")
-    yield from ("--prefill-decode-interval", f"{variables['decode_steps']}")
+    yield from ("--prefill-decode-interval", f"{_interval(group)}")
     if tokens := prefill_tokens(plan, group):
         yield from ("--max-prefill-tokens", f"{of_each(tokens, group.placement)}")
 
@@ -229,6 +234,14 @@ def _conservativeness(group: ReplicaGroup) -> Iterator[str]:
     percent, ranks = group.schedule.variables.get("conservativeness_percent"), group.placement[0].data_parallel_size > 1
     if group.schedule.policy == "sglang" and (percent or ranks):
         yield from ("--schedule-conservativeness", f"{(percent or 100) / 100 / (_OF_RANKS if ranks else 1):g}")
+
+
+def _interval(group: ReplicaGroup) -> int:
+    """The nearest to `decode_steps` with which prefills, which fall on every pass after so many others, visit all
+    micro-batches: a larger one where two are as near."""
+    steps, stages = group.schedule["decode_steps"], len(group.placement)
+    near = (max(steps + sign * far, 1) for far in range(stages + 1) for sign in (1, -1))
+    return next(found for found in near if math.gcd(found + 1, stages) == 1)
 
 
 def _own_split(layers: int, stages: int) -> Sequence[int]:
@@ -244,6 +257,11 @@ def _remarks(plan: Plan, spec: ModelSpec) -> Iterator[str]:
             yield (
                 f"the plan begins at most {variables['max_num_prefills']} prompts in a pass; SGLang's chunks have no "
                 "such limit"
+            )
+        if group.schedule.policy == "rra" and (steps := _interval(group)) != variables["decode_steps"]:
+            yield (
+                f"the plan decodes {variables['decode_steps']} steps between prefills; SGLang {steps}: its interval counts "
+                f"the passes of all {len(group.placement)} micro-batches, and by the plan's some would have no prefills"
             )
         if "adjust_percent" in variables:
             yield "the plan adjusts the number of prefills to their work; SGLang's is constant"

@@ -1,6 +1,7 @@
 """SGLang is started as the plan says: its prefill batches and its interval are what `rra` turns."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -87,6 +88,25 @@ def test_stages(cuts: tuple[int, int], partition: str | None) -> None:
     found = exported(plan(placement=stages))
     assert options(plan(placement=stages))["--pp-size"] == "2"
     assert found.instances[0].environment.get("SGLANG_PP_LAYER_PARTITION") == partition
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_stages", "written"),
+    [(24, 2, 24), (23, 2, 24), (1, 2, 2), (8, 3, 9), (7, 4, 8), (5, 6, 6), (29, 6, 30), (23, 1, 23)],
+)
+def test_prefills_fall_on_every_micro_batch_of_a_pipeline(steps: int, num_stages: int, written: int) -> None:
+    """One count for all of them: prefills are `steps` passes apart, and passes go round the micro-batches."""
+    cuts = [80 * n // num_stages for n in range(num_stages + 1)]
+    stages = tuple(Stage(devices=(n,), layers=layers) for n, layers in enumerate(pairwise(cuts)))
+    schedule = Schedule("rra", {**RRA.variables, "decode_steps": steps, "micro_batches": num_stages})
+    found = plan(schedule=schedule, placement=stages)
+    assert options(found)["--prefill-decode-interval"] == f"{written}"
+    assert {prefill * (written + 1) % num_stages for prefill in range(num_stages)} == set(range(num_stages))
+    export, changed = exported(found), written != steps
+    assert (f"SGLang {written}: its interval counts" in " ".join(export.remarks)) == changed
+    if changed:
+        assert export.as_run is not None
+        assert export.as_run.schedule["decode_steps"] == written
 
 
 def test_what_is_left_over_goes_to_the_last_stages() -> None:

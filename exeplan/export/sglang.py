@@ -237,8 +237,8 @@ def _conservativeness(group: ReplicaGroup) -> Iterator[str]:
 
 
 def _interval(group: ReplicaGroup) -> int:
-    """The nearest to `decode_steps` with which prefills, which fall on every pass after so many others, visit all
-    micro-batches: a larger one where two are as near."""
+    """The nearest to `decode_steps` with which prefills visit all micro-batches, as passes do in turn; the larger one
+    where two are as near."""
     steps, stages = group.schedule["decode_steps"], len(group.placement)
     near = (max(steps + sign * far, 1) for far in range(stages + 1) for sign in (1, -1))
     return next(found for found in near if math.gcd(found + 1, stages) == 1)
@@ -260,8 +260,8 @@ def _remarks(plan: Plan, spec: ModelSpec) -> Iterator[str]:
             )
         if group.schedule.policy == "rra" and (steps := _interval(group)) != variables["decode_steps"]:
             yield (
-                f"the plan decodes {variables['decode_steps']} steps between prefills; SGLang {steps}: its interval counts "
-                f"the passes of all {len(group.placement)} micro-batches, and by the plan's some would have no prefills"
+                f"the plan decodes {variables['decode_steps']} steps between prefills; SGLang {steps}: its interval "
+                f"counts passes of all {len(group.placement)} micro-batches, and by the plan's some have no prefills"
             )
         if "adjust_percent" in variables:
             yield "the plan adjusts the number of prefills to their work; SGLang's is constant"

@@ -8,7 +8,7 @@ Source: `vllm/engine/arg_utils.py`, `vllm/config/scheduler.py`, `vllm/distribute
     max_num_batched_tokens            --max-num-batched-tokens
     rra: a whole prefill's tokens      --max-num-batched-tokens, and one more for each row that decodes
     orca: whole prompts               --no-enable-chunked-prefill, and a budget for the longest prompt
-    rra: decode_steps                 --prefill-schedule-interval: new prompts once in so many steps, but not while
+    rra: decode_steps                 --prefill-schedule-interval: steps from one with new prompts to the next, while no
                                       requests are left waiting
     rra, all of it, with the plug-in  --scheduler-cls exeplan.vllm_plugin.scheduler.RraScheduler
     stages, their layers              --pipeline-parallel-size, VLLM_PP_LAYER_PARTITION

@@ -172,11 +172,13 @@ class Problem:
 
         `latency` stands for all bounds: the binding bound's utilization times `limit`. With an arrival rate it is the
         latency at the highest rate, which fills these batches. `memory` is the utilization of the tighter of two
-        capacities, bytes and residents.
+        capacities, bytes and residents. Every cache holds the longest request at least, which comes to any of them.
         """
         steady = steady_state(schedule, self.workload, self.cost)
+        longest = self.cost.num_caches * num_blocks_for(self.workload.longest) * BLOCK_SIZE
+        kv_tokens = max(steady.kv_tokens, float(longest))
         share = max(
-            self.bytes_held(schedule, steady.kv_tokens, steady.cycle.prefill_kv_tokens) / self.memory,
+            self.bytes_held(schedule, kv_tokens, steady.cycle.prefill_kv_tokens) / self.memory,
             steady.cycle.num_seqs / (self.max_seqs + 1e-9),
         )
         # An infinite bound limits nothing, whatever its value; the first one stands for all where none is finite.
@@ -432,7 +434,7 @@ def check_placement_memory(problem: Problem) -> None:
     longest = problem.workload.longest
     tokens = float(num_blocks_for(longest) * BLOCK_SIZE)
     # The longest request is in one of the caches.
-    decoding, prefilling = (len(problem.cost.servers.get(phase, ((),))) for phase in ("decode", "prefill"))
+    decoding, prefilling = problem.cost.num_caches, len(problem.cost.servers.get("prefill", ((),)))
     needed = memory_bytes(problem.profile, problem.cost.placement, decoding * tokens, prefilling * tokens)
     if needed > problem.memory:
         raise Infeasible(

@@ -77,12 +77,11 @@ def enlarged(schedule: Schedule, workload: Workload, factor: float) -> tuple[Sch
 
 
 def pass_limits(schedule: Schedule) -> PassLimits:
-    """Requests stay for as many cycles as their outputs take: only a planned `decode_batch` says how many decode."""
-    return PassLimits(
-        decode_rows=schedule.variables.get("decode_batch"),
-        prompts=schedule["prefill_batch"],
-        tokens=schedule.variables.get("max_num_batched_tokens"),
-    )
+    """Requests stay for as many cycles as their outputs take: only a planned `decode_batch` says how many decode.
+
+    A prompt longer than `max_num_batched_tokens` is prefilled whole, so that no pass is sure to keep to it.
+    """
+    return PassLimits(decode_rows=schedule.variables.get("decode_batch"), prompts=schedule["prefill_batch"])
 
 
 def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:

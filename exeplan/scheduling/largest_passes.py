@@ -22,7 +22,8 @@ _UNLIMITED_DECODE_ROWS = 256
 
 
 def pass_sizes(spec: ModelSpec, schedule: Schedule) -> tuple[int, ...]:
-    """Tokens of the largest prefill, falling: the schedule's own limit alone where it has one.
+    """Tokens of the largest prefill, falling: the schedule's own limit alone where it has one. A model with an encoder
+    then has at least full length: its prompts are not cut, and one that exceeds the limit runs all the same.
 
     Otherwise its largest number of prompts at full length, up to `PASS_TOKENS` and rounded up to a power of two, and at
     least one of them; then full length, if that is less, and smaller powers of two. No prefill of a plan comes near
@@ -30,7 +31,7 @@ def pass_sizes(spec: ModelSpec, schedule: Schedule) -> tuple[int, ...]:
     """
     limits = pass_limits(schedule)
     if limits.tokens is not None:
-        return (limits.tokens,)
+        return (max(limits.tokens, spec.max_context) if spec.is_encoder_decoder else limits.tokens,)
     tokens = PASS_TOKENS if limits.prompts is None else min(limits.prompts * spec.max_context, PASS_TOKENS)
     if max(tokens, spec.max_context) <= LEAST_PASSES.tokens:
         return (max(tokens, spec.max_context),)

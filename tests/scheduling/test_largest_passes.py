@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exeplan.core.batch import SequenceState
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.policies import pass_limits
 from exeplan.scheduling.largest_passes import captured_rows, most_rows, pass_sizes, with_finite_context
+from exeplan.scheduling.scheduler import Scheduler
 
 SPEC = replace(load_model_spec("demo"), max_context=64)
 ORCA = Schedule("orca", {"max_num_seqs": 4})
@@ -22,6 +24,31 @@ def orca(prompts: int) -> Schedule:
 
 def test_a_schedule_that_limits_its_passes_has_one_size():
     assert pass_sizes(SPEC, CHUNKED) == (96,)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        ("t5-11b", Schedule("chunked", {"max_num_seqs": 8, "max_num_batched_tokens": 128})),
+        ("t5-11b", Schedule("sglang", {"max_num_seqs": 8, "max_num_batched_tokens": 128})),
+        ("opt-13b", Schedule("rra", {"prefill_batch": 4, "decode_steps": 8, "max_num_batched_tokens": 128})),
+    ],
+)
+def test_where_prompts_are_not_cut_the_largest_pass_holds_a_long_one(model, schedule):
+    """A prompt of full length makes a pass of that many tokens, far above the schedule's limit."""
+    spec, length = with_finite_context(load_model_spec(model)), 1000
+    scheduler = Scheduler(schedule, 1000, whole_prompts=spec.is_encoder_decoder)
+    scheduler.add(SequenceState(request_id="long", num_prompt_tokens=length, max_output_tokens=20))
+    batch = scheduler.next_batch()
+    assert batch is not None
+    assert batch.num_new_tokens == length
+    assert pass_sizes(spec, schedule)[0] >= spec.max_context
+
+
+def test_a_schedule_of_a_model_with_an_encoder_may_have_a_larger_limit():
+    spec = replace(load_model_spec("t5-11b"), max_context=64)
+    assert pass_sizes(spec, CHUNKED) == (96,)
+    assert pass_sizes(replace(spec, max_context=100), CHUNKED) == (100,)
 
 
 def test_the_largest_pass_holds_a_request_of_full_length():

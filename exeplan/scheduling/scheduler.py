@@ -36,6 +36,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Policy, State
+from exeplan.scheduling.sorted_queue import SORTED_ORDERS, SortedQueue
 
 
 class Scheduler:
@@ -76,6 +77,8 @@ class Scheduler:
         """Admitted sequences by the rank that attends for them."""
         self.waiting: deque[SequenceState] = deque()
         """In order of arrival, preempted ones first."""
+        self._sorted = SortedQueue(schedule.order) if schedule.order in SORTED_ORDERS else None
+        """The same in the schedule's order, where that is of a fixed key."""
         self._next_deadline = math.inf
         """No waiting sequence that has not begun has an earlier one."""
         self.running: list[SequenceState] = []
@@ -143,6 +146,9 @@ class Scheduler:
         return expired
 
     def _leave_queue(self, sequences: Iterable[SequenceState]) -> None:
+        if self._sorted is not None:
+            self._sorted.take_out(self.waiting, sequences)
+            return
         gone = set()
         for sequence in sequences:
             if sequence is self.waiting[0]:
@@ -170,7 +176,7 @@ class Scheduler:
         if sequence in self.running:
             self._leave(sequence)
         elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+            self._leave_queue([sequence])
 
     def admissible(
         self, limit: int, *, reserve: bool = False, max_tokens: int | None = None
@@ -222,6 +228,8 @@ class Scheduler:
         """The waiting sequences in the schedule's order, behind those that have begun already."""
         if self.schedule.order == "fcfs":
             return self.waiting
+        if self._sorted is not None:
+            return self._sorted.of(self.waiting)
         begun, fresh = [s for s in self.waiting if s.begun], [s for s in self.waiting if not s.begun]
         rank = ranking(
             self.schedule.order,

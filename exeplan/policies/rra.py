@@ -81,16 +81,14 @@ def pass_limits(schedule: Schedule) -> PassLimits:
 
     A prompt longer than `max_num_batched_tokens` is prefilled whole, so that no pass is sure to keep to it.
     """
-    return PassLimits(decode_rows=schedule.variables.get("decode_batch"), prompts=schedule["prefill_batch"])
+    rows = schedule.variables.get("decode_batch")
+    return PassLimits(decode_rows=rows, prompts=_adjustment.most_prompts(schedule))
 
 
 def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
     """All prefills of a cycle, before a decode iteration."""
-    return PrefillBetween(
-        prompts=schedule["prefill_batch"],
-        passes=min(schedule.num_micro_batches, schedule["prefill_batch"]),
-        apart=True,
-    )
+    most = _adjustment.most_prompts(schedule)
+    return PrefillBetween(prompts=most, passes=min(schedule.num_micro_batches, most), apart=True)
 
 
 def starts_together(schedule: Schedule) -> int:

@@ -3,8 +3,8 @@
 Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. B_E is `prefill_batch`, B_D is `decode_batch`: the rows that
 decode, in `micro_batches` groups. A group that is back from the last decode stage takes requests that are ready into
 its free slots, as many as keep all groups alike, and runs one decode iteration. At most one prefill batch more than
-there are prefill stages is in prefill, in KV transfer or ready without a free slot, so that neither side runs ahead of
-the other.
+there are prefill stages is in prefill, in KV transfer or ready without a free slot (the last one may be adjusted), so
+that neither side runs ahead of the other.
 
 Shared by waa-c and waa-m, which differ in how the planner splits the GPUs.
 """
@@ -49,12 +49,17 @@ def enlarged(schedule: Schedule, workload: Workload, factor: float) -> tuple[Sch
 
 
 def pass_limits(schedule: Schedule) -> PassLimits:
-    return PassLimits(decode_rows=schedule["decode_batch"], prompts=schedule["prefill_batch"])
+    return PassLimits(decode_rows=schedule["decode_batch"], prompts=_adjustment.most_prompts(schedule))
 
 
 def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
     """Nothing: other stages prefill."""
     return PrefillBetween(prompts=0)
+
+
+def most_ahead(schedule: Schedule, num_prefill_stages: int) -> int:
+    """Requests in prefill, in KV transfer or ready without a free slot, at most."""
+    return num_prefill_stages * schedule["prefill_batch"] + _adjustment.most_prompts(schedule)
 
 
 def starts_together(schedule: Schedule) -> int:
@@ -74,7 +79,7 @@ def _prefill(schedule: Schedule, queue: Queue) -> Batch | None:
     if "adjust_percent" in schedule.variables:
         return _prefill_adjusted(schedule, queue)
     size = min(schedule["prefill_batch"], len(queue.waiting))
-    if _ahead(schedule, queue) + size > (queue.num_prefill_stages + 1) * schedule["prefill_batch"]:
+    if _ahead(schedule, queue) + size > most_ahead(schedule, queue.num_prefill_stages):
         return None
     admitted = queue.admissible(size)
     return Batch(prefill=admitted, phase="prefill") if admitted else None

@@ -32,6 +32,7 @@ from exeplan.arrays import Floats
 from exeplan.core.schedule import Schedule
 from exeplan.policies.interface import Clock, Cycle, Steady
 from exeplan.policies.shared.circulation import Prefills, prefills
+from exeplan.policies.shared.waa import most_ahead
 from exeplan.workload.arrivals import residents
 from exeplan.workload.length_law import DecodeLaw
 from exeplan.workload.workload import Workload
@@ -168,7 +169,7 @@ def _passes(schedule: Schedule, workload: Workload, law: DecodeLaw, places: int)
         kv_tokens=0.0,
         kv_tokens_std=0.0,
         num_seqs=0.0,
-        prefill_kv_tokens=_prefill_tokens(batch * places, workload),
+        prefill_kv_tokens=_prefill_tokens(most_ahead(schedule, places - 1), workload),
     )
 
 

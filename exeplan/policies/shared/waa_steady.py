@@ -104,7 +104,7 @@ def _arriving(
     seconds = clock.seconds(prefill)[list(clock.prefill_stages)]
     through, slowest = seconds.sum(axis=0), seconds.max(axis=0)
     transfer = np.array([clock.kv_transfer_seconds(k * going_on * workload.mean_input) for k in sizes])
-    behind = _Behind.of(decodes, rate * going_on)
+    behind = _Behind.of(decodes, rate, going_on)
     line = prefills(clock, workload.input_law, batch, places)  # type: ignore[arg-type]  # Hashed by identity.
     held = 1.0 / line.held_up(places, float(transfer[-1])).rate
     shut = np.maximum(slowest, sizes * (through + transfer) / (places * batch))
@@ -136,7 +136,8 @@ class _Behind:
     """Seconds from the start of the last iteration to its token."""
 
     @classmethod
-    def of(cls, decodes: "_Decodes", rate: float) -> "_Behind":
+    def of(cls, decodes: "_Decodes", rate: float, going_on: float) -> "_Behind":
+        """`rate` requests a second, of which a share `going_on` decodes; it is above 0."""
         grid = 1.0 + (decodes.slots - 1.0) * np.linspace(0.0, 1.0, _STATES) ** 2 if decodes.slots > 1 else np.ones(1)
         finished = np.maximum.accumulate(decodes.finished(grid))
         finished[-1] = max(float(finished[-1]), rate * (1 + 1e-3))
@@ -145,7 +146,7 @@ class _Behind:
         served = np.minimum(number, decodes.slots)
         round_, _ = decodes.timing(grid)
         counts = decodes.counts(grid)
-        queue = float(chance @ (number - served)) / rate
+        queue = float(chance @ (number - served)) / (rate * going_on)  # Little's law on those that wait.
         turn = float(chance[1:] @ np.interp(served[1:], grid, round_ / counts)) / 2
         pace = float(chance @ served) / (rate * decodes.steps)
         mean = float(chance @ served)

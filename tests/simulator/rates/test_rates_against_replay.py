@@ -129,6 +129,18 @@ def test_times_at_a_rate_are_the_replays(
     assert found.percentiles["p95-ttft"] == pytest.approx(real["p95"], rel=0.25)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_requests_of_one_token_do_not_hurry_those_that_decode(share: float, profile: Profile) -> None:
+    schedule = Schedule("waa-c", {"prefill_batch": 2, "decode_batch": 40})
+    mixed = Workload.of("mixed", inputs=[40, 40], outputs=[1, 60], weights=[share, 1 - share])
+    problem = replace(problem_of(profile, 1, apart=True), workload=mixed)
+    rate = 0.8 * steady_state(schedule, mixed, problem.cost).throughput
+    found = replace(problem, arrivals=Arrivals(rate=rate)).estimate(schedule)
+    seen = [summarized(problem, replayed_at(problem, schedule, rate, seed)) for seed in range(2)]
+    assert found.latency == pytest.approx(np.mean([one.latency for one in seen]), rel=0.05)
+    assert found.tpot == pytest.approx(np.mean([one.tpot for one in seen]), rel=0.05)
+
+
 @pytest.mark.parametrize("load", [0.5, 0.8])
 def test_turbo_takes_those_of_like_lengths_and_leaves_others_waiting(load: float, profile: Profile, runs: Runs) -> None:
     """Its waits are 16 % too long at most where all that wait were let in, which is 60 % too short."""

@@ -259,7 +259,7 @@ def _classes(workload: Workload, first_tokens: int) -> tuple[Floats, Floats, Flo
     inputs, decodes, weights = workload.inputs[order], workload.outputs[order] - first_tokens, workload.weights[order]
     end = np.cumsum(weights) / weights.sum()
     edges = np.linspace(0.0, 1.0, _CLASSES + 1)
-    found = np.zeros((3, _CLASSES, int(decodes.max())))
+    found = np.zeros((3, _CLASSES, max(int(decodes.max()), 1)))
     k = np.arange(1, found.shape[2] + 1)
     for number in range(_CLASSES):
         share = np.diff(np.clip(np.append(0.0, end), edges[number], edges[number + 1]))

@@ -12,7 +12,9 @@ the running ones may yet generate. That share falls from 0.7 to a seventh of it 
 where requests had to be preempted. Once one was refused none is admitted before another has left.
 
 In the steady state under a backlog the slots b of a group that become free in an iteration, k ~ Binomial(b, 1/D) for D
-decodes a request, are refilled by as many passes as their tokens take, and then all b rows decode once.
+decodes of a request that decodes, are refilled by as many passes as their tokens take, and then all b rows decode once.
+Where a share q of the requests ends with its prefill, their slots are refilled again before that: by k q, k q^2, ...
+prompts one after the other, or with the rest of k / (1 - q) where one pass does not take all k.
 
 Not here: --prefill-decode-interval, which is `rra`, and mixed chunks, which are `chunked`. On a pipeline SGLang may
 begin the rest of a cut prompt while its first part is in flight; and it retracts by the length of outputs, where the
@@ -22,6 +24,7 @@ youngest is preempted here.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +35,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, PrefillBetween, Queue, Steady
 from exeplan.policies.shared.chunk_passes import binomials
 from exeplan.policies.shared.groups import resident_tokens, round_seconds
+from exeplan.workload.length_law import DecodeLaw
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
@@ -49,6 +53,10 @@ _MOST_NEW = 4096
 """SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION: tokens that a request is taken to generate at most."""
 _POINTS = 9
 """Values of the sum of several prompts."""
+_ROUNDS = 12
+"""Sizes of passes that refill what their own kind left free."""
+_SELDOM = 0.02
+"""Of a slot: so few are not refilled again."""
 
 
 def check(schedule: Schedule) -> None:
@@ -91,22 +99,22 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     The passes: the decode, a full pass of prompts, and the last pass of each number and length of prompts.
     """
     shift = 1.0 if clock.first_token_from_prefill else 0.0
-    steps = max(workload.mean_output - shift, 0.05)  # Of requests of one token some decode hardly ever.
+    law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
     groups = min(schedule.num_micro_batches, schedule["max_num_seqs"])
     slots, budget = schedule["max_num_seqs"] / groups, float(schedule["max_num_batched_tokens"])
-    own, others = (_refill(count, steps, workload, budget) for count in (slots, max(slots - 1.0, 0.0)))
+    own, others = (_refill(count, law, workload, budget) for count in (slots, max(slots - 1.0, 0.0)))
     cycle = _cycle(slots, groups, (own, others), workload, clock, budget)
     seconds = clock.seconds(cycle)
     through = seconds.sum(axis=0)
     kinds = slice(0, 2 + len(own.last))
-    passes = np.concatenate([[1.0, own.full], own.chance])
+    passes = np.concatenate([[float(law.survival[0] > 0), own.full], own.chance])
     round_ = round_seconds(seconds[:, kinds, None], passes / passes.sum(), groups)
     pace = round_ * passes.sum() / float(passes @ through[kinds])  # How much longer than alone, on a pipeline.
     decode, full = float(through[0]), float(through[1])
     last_of_others = through[2 + len(own.last) :]
     pause = pace * (others.full * full + float(others.chance @ last_of_others))
     first = float(own.beside @ through[kinds][2:]) + pace * full * max(math.ceil(workload.mean_input / budget) - 1, 0)
-    rest = pace * full * own.full_beside / 2
+    rest = pace * (full * own.full_beside / 2 + float(own.behind @ through[kinds][2:]))
 
     def latency(output_tokens: Floats) -> Floats:
         count = np.asarray(output_tokens, dtype=float) - shift
@@ -135,18 +143,28 @@ class _Refill:
     prompts: Floats
     """Of which it computes something."""
     chance: Floats
-    """Of each kind, adding up to the probability that any slot is free."""
+    """How many of each kind there are before a decode; of those that refill the free slots first they add up to the
+    probability that there is one."""
     beside: Floats
     """The same as a request of its own meets it, in proportion to the prompts there."""
     full_beside: float
     """Full passes of a refill that a request is in."""
+    behind: Floats
+    """Of each kind, how many come between a request's own pass and its first decode."""
 
 
-def _refill(slots: float, steps: float, workload: Workload, budget: float) -> _Refill:
-    """Of slots that each become free with probability 1 / `steps`, or several times where outputs are that short."""
-    law, again = workload.input_law, max(1.0 / steps, 1.0)
-    found, likely = binomials(np.array([slots]), min(1.0 / steps, 1.0))
-    count, chance = found * again, likely[0]
+def _refill(slots: float, decodes: DecodeLaw, workload: Workload, budget: float) -> _Refill:
+    """Of slots that each become free with the probability that a request that decodes ends."""
+    law, going_on = workload.input_law, float(decodes.survival[0])
+    free, chance = np.array([slots]), np.ones(1)  # Where none decodes all are free after each pass.
+    if going_on > 0:
+        free, likely = binomials(np.array([slots]), min(going_on / decodes.mean_steps, 1.0))
+        chance = likely[0]
+    stay = going_on or 1.0
+    one_by_one = (free * law.mean <= budget) & (free.max() * (1.0 - stay) >= _SELDOM * stay)
+    again = _again(free, np.where(one_by_one, chance, 0.0), stay) if one_by_one.any() else _NONE
+    count = np.concatenate([np.where(one_by_one, free, free / stay), again.count])
+    chance = np.concatenate([chance, again.chance])
     lengths = law.slice_means(_POINTS)
     sums = np.maximum(count[:, None] * law.mean + np.sqrt(count)[:, None] * (lengths - law.mean), count[:, None])
     weights = np.repeat(chance[:, None] / _POINTS, _POINTS, axis=1)
@@ -154,15 +172,46 @@ def _refill(slots: float, steps: float, workload: Workload, budget: float) -> _R
     some = count > 0
     last = np.maximum(sums - full * budget, 1.0)[some]
     beside = (weights * count[:, None])[some]
+    mean = float(chance @ count)
+    behind = np.concatenate([0.0 * free, again.behind / max(mean, 1e-300)])
     return _Refill(
-        mean=float(chance @ count),
+        mean=mean,
         full=float((weights * full).sum()),
         last=last.ravel(),
         prompts=np.clip(np.minimum(count[some][:, None], last / law.mean + 0.5), 1.0, None).ravel(),
         chance=weights[some].ravel(),
         beside=(beside / max(float(beside.sum()), 1e-300)).ravel(),
         full_beside=float((beside * full[some]).sum() / max(float(beside.sum()), 1e-300)),
+        behind=np.repeat(behind[some] / _POINTS, _POINTS),
     )
+
+
+class _Again(NamedTuple):
+    """Passes that refill slots whose requests ended with their prefill; arrays over sizes, each of one pass or of
+    several that come one after the other."""
+
+    count: Floats
+    """Prompts of a pass."""
+    chance: Floats
+    """How many such passes there are before a decode."""
+    behind: Floats
+    """How many come behind the pass of a request, summed over the requests between two decodes."""
+
+
+_NONE = _Again(np.zeros(0), np.zeros(0), np.zeros(0))
+
+
+def _again(free: Floats, chance: Floats, going_on: float) -> _Again:
+    """Of so many free slots with these probabilities, until requests that decode have all of them."""
+    ends = 1.0 - going_on
+    rounds = np.arange(1, math.ceil(math.log(_SELDOM * going_on / float(free.max())) / math.log(ends)) + 1)
+    left = ends ** rounds[:, None]
+    occurs = (1.0 - (1.0 - left) ** free) @ chance
+    # The slot of a request that decodes is not among those that are refilled behind it.
+    after = (1.0 - left) / going_on * (1.0 - (1.0 - left) ** np.maximum(free - 1.0, 0.0)) @ (chance * free)
+    first = np.unique(np.geomspace(1, len(rounds), _ROUNDS).astype(int)) - 1
+    occurs_of, after_of, prompts = (np.add.reduceat(x, first) for x in (occurs, after, left[:, 0] * (chance @ free)))
+    return _Again(prompts / np.maximum(occurs_of, 1e-300), occurs_of, after_of)
 
 
 def _cycle(

@@ -12,6 +12,9 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
 from exeplan.scheduling.scheduler import Scheduler
+from exeplan.simulator.closed_form import steady_state
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.replay import replay
 from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Workload
 
@@ -217,3 +220,14 @@ def test_the_search_tries_all_small_batches_and_large_ones_a_64th_apart() -> Non
     assert knob.values[-1] == 1000
     assert (gaps <= np.maximum(small / 64, 1)).all()
     assert len(knob.values) < 128 + 3 * 64
+
+
+def test_requests_of_one_token_are_done_with_their_prefill(cost: CostModel) -> None:
+    workload = load_workload("fixed:in=16;out=1")
+    for slots in ({}, {"slot_tokens": 16}):
+        schedule = Schedule("concat", {"rows": 2, "row_tokens": 64, **slots})
+        steady = steady_state(schedule, workload, cost)
+        inputs, outputs = np.full(80, 16), np.full(80, 1)
+        passes = replay(schedule, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=1000).passes
+        assert [one.num_prefill for one in passes] == [8] * 10
+        assert steady.throughput == pytest.approx(80 / (passes[-1].end))

@@ -120,3 +120,20 @@ def test_closed_form_agrees_with_the_replay(cost: CostModel) -> None:
     for off, median, most in ((np.abs(rates), 0.02, 0.06), (np.abs(times), 0.03, 0.1)):
         assert np.median(off) < median, off
         assert np.quantile(off, 0.95) < most, off
+
+
+@pytest.mark.parametrize(("longest", "most"), [(1, 0.02), (2, 0.03), (4, 0.03)])
+@pytest.mark.parametrize("slots", [1, 8, 32])
+def test_slots_of_requests_of_one_token_are_refilled_in_passes_of_their_own(
+    longest: int, most: float, slots: int, cost: CostModel
+) -> None:
+    """One output token to `longest`, and 20 prompt tokens."""
+    workload = Workload.of("few", inputs=[20] * longest, outputs=range(1, longest + 1), weights=np.ones(longest))
+    schedule, count = made(slots, 2048), 200 * slots
+    steady = steady_state(schedule, workload, cost)
+    inputs, outputs = workload.sample(count, seed=0)
+    requests = replay(schedule, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=10**5).requests
+    real = summarize(requests, p99_output=1).throughput
+    took = np.mean([one.token_times[-1] - one.start for one in requests])
+    assert steady.throughput == pytest.approx(real, rel=most)
+    assert steady.latency(outputs.astype(float)).mean() == pytest.approx(took, rel=most)

@@ -19,6 +19,7 @@ from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
 from exeplan.simulator.run import Run
+from exeplan.simulator.stalls import longest_stall
 from exeplan.workload.workload import Workload
 
 from ..simulator import oracle
@@ -190,6 +191,16 @@ def test_a_request_of_one_token_never_decodes(profile: Profile) -> None:
     assert all(one.num_decode == 0 for one in run.passes)
     seconds = run.passes[49].end - run.passes[9].end
     assert steady_state(schedule, workload, cost).throughput == pytest.approx(4 * 40 / seconds, rel=1e-6)
+
+
+def test_where_all_have_one_token_the_closed_form_holds_what_is_in_prefill(profile: Profile) -> None:
+    cost = split_cost(profile, [], [], encoder_decoder=False)
+    schedule = Schedule("waa-c", {"decode_batch": 8, "prefill_batch": 4})
+    steady = steady_state(schedule, Workload.of("one", inputs=[20], outputs=[1], weights=[1.0]), cost)
+    run = played(schedule, cost, [(20, 1)] * 40)
+    assert steady.throughput == pytest.approx(40 / run.passes[-1].end, rel=1e-6)
+    assert (steady.cycle.num_seqs, steady.cycle.kv_tokens) == pytest.approx((4, 80))
+    assert longest_stall(steady, cost).num_prompts == 0
 
 
 def test_both_numbers_are_needed() -> None:

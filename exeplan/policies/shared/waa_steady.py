@@ -61,7 +61,9 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     going_on = float(law.survival[0])
     if going_on == 0.0:
         done = partial(np.full_like, fill_value=float(line.inside[-1]), dtype=float)
-        return Steady(cycle=cycle, seconds=seconds, throughput=batch * float(line.rate[-1]), latency=done)
+        throughput = batch * float(line.rate[-1])
+        held = _only_prefills(cycle, throughput * float(line.inside[-1]), workload)
+        return Steady(cycle=held, seconds=seconds, throughput=throughput, latency=done)
     decodes = _Decodes.of(schedule, law, cycle.num_decode[1:], seconds[list(clock.decode_stages), 1:])
     transfer = clock.kv_transfer_seconds(batch * going_on * workload.mean_input)
     states = _states(line, decodes, batch, places, transfer, going_on)
@@ -352,6 +354,14 @@ def _filled(cycle: Cycle, flow: _Flow, law: DecodeLaw, workload: Workload) -> Cy
         kv_tokens=flow.residents * tokens + ahead * workload.mean_input,
         kv_tokens_std=float(np.sqrt(variance + ahead * workload.input_law.std**2)),
         num_seqs=flow.residents + ahead,
+    )
+
+
+def _only_prefills(cycle: Cycle, num_seqs: float, workload: Workload) -> Cycle:
+    """With so many requests in prefill, and their blocks on the stages that would decode them."""
+    law = workload.input_law
+    return replace(
+        cycle, kv_tokens=num_seqs * law.mean, kv_tokens_std=float(np.sqrt(num_seqs)) * law.std, num_seqs=num_seqs
     )
 
 

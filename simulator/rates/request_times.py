@@ -184,9 +184,11 @@ def _met(point: SteadyState, clock: Clock, arrivals: Arrivals, free: float, foun
     one = float(max(each.max(), each.sum() / point.schedule.num_micro_batches))
     share, others = min(rate * one, _MOST_PREFILL), max(2 * rate * found.wait - rate * gap, 0.0)
     evenly = np.cumsum(found.shares) - found.shares / 2
+    # The chained passes end with the prefill.
+    token = 0.0 if clock.first_token_from_prefill else float(np.diff(point.latency(np.array([1.0, 2.0])))[0])
     return MetPasses(
         interval=gap + free * (2 * found.wait - gap),
-        more=free * (found.first - point.ttft),
+        more=free * (found.first + token - point.ttft),
         after=free * share / (1 - share) * one * (1 + others),
         share=share,
         waits=free * found.both + (1 - free) * gap * evenly,

@@ -68,6 +68,15 @@ def problem_of(profile: Profile, count: int, *, apart: bool, prefilling: int = 1
     return replace(problem, cost=CostModel(timed, placement, CLUSTER), more_bounds=bounds[1:])
 
 
+def encoder_decoder(profile: Profile) -> Problem:
+    """On one stage, without stages that only prefill."""
+    problem = problem_of(profile, 1, apart=False)
+    spec = replace(problem.cost.spec, num_encoder_layers=LAYERS)
+    timed = replace(problem.profile, model=spec)
+    placement = (Stage(devices=(0,), layers=(0, LAYERS), encoder_layers=(0, LAYERS)),)
+    return replace(problem, profile=timed, cost=CostModel(timed, placement, CLUSTER))
+
+
 @pytest.fixture(scope="module")
 def runs() -> Runs:
     """Both tests look at some of them."""
@@ -127,6 +136,20 @@ def test_times_at_a_rate_are_the_replays(
     assert found.latency == pytest.approx(real["latency"], rel=0.05)
     assert found.latency_p50 == pytest.approx(real["latency_p50"], rel=0.07)
     assert found.percentiles["p95-ttft"] == pytest.approx(real["p95"], rel=0.25)
+
+
+@pytest.mark.parametrize("schedule", [CASES[0][0], CASES[1][0]], ids=str)
+@pytest.mark.parametrize("load", [0.3, 0.6])
+def test_an_encoder_decoders_first_token_is_of_its_first_decode(
+    schedule: Schedule, load: float, profile: Profile
+) -> None:
+    problem = encoder_decoder(profile)
+    rate = load * steady_state(schedule, problem.workload, problem.cost).throughput
+    found = replace(problem, arrivals=Arrivals(rate=rate)).estimate(schedule)
+    seen = [summarized(problem, replayed_at(problem, schedule, rate, seed)) for seed in range(2)]
+    assert found.ttft == pytest.approx(np.mean([one.ttft for one in seen]), rel=0.1)
+    assert found.tpot == pytest.approx(np.mean([one.tpot for one in seen]), rel=0.05)
+    assert found.latency == pytest.approx(np.mean([one.latency for one in seen]), rel=0.05)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8])

@@ -24,7 +24,6 @@ youngest is preempted here.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -186,7 +185,8 @@ def _refill(slots: float, decodes: DecodeLaw, workload: Workload, budget: float)
     )
 
 
-class _Again(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Again:
     """Passes that refill slots whose requests ended with their prefill; arrays over sizes, each of one pass or of
     several that come one after the other."""
 

@@ -67,8 +67,12 @@ _LEAST_SPREAD = 0.02
 """Even where neither gaps nor lengths vary."""
 _STATES = 64
 """Shares of the numbers that an arriving request meets, the largest ones in small shares: percentiles lie there."""
-_HELD = 6
-"""Times for which a gate is held."""
+_HELD, _MOST_HELD = 6, 48
+"""Times for which a gate is held at least, and at most where a few are far longer than the others."""
+_SHORTEST = 0.05
+"""Of them, over their mean, unless they are more skewed than the law that they are of."""
+_APART = 0.05
+"""By what share the longest of equal ones exceeds the shortest, where they are spread by a power."""
 _NORMAL = np.array([-1.38, -0.69, -0.21, 0.21, 0.69, 1.38])
 """Means of as many slices of a normal distribution."""
 _CHAINS, _DRAWN, _SETTLED = 64, 64, 16
@@ -338,8 +342,8 @@ def _through_gate(
     blended = own * each + (1 - own) * mean
     held = blended / np.interp(blended, sizes, throughputs)
     held += (1 - own) * (each - mean) * one_prompt(points[-1], cost, slowest=True)
-    shares = np.stack([_held(point, cost, slowest=apart) for point in points], axis=1)
-    spread = np.stack([np.interp(each, sizes, row) for row in shares], axis=1)
+    shares = _held(points, cost, slowest=apart)
+    spread = np.stack([np.interp(each, sizes, row) for row in shares.T], axis=1)
     held = np.maximum(held, 1e-3 * held[-1])
     found = gate(arrivals.rate, held[:, None] * spread, variability=arrivals.variability / arrivals.sharing)
     if apart:
@@ -428,26 +432,58 @@ def _own_share(point: SteadyState) -> float:
     return float(law.weights @ np.minimum(seconds, point.admission_interval) / (law.weights @ seconds))
 
 
-def _held(point: SteadyState, cost: CostModel, *, slowest: bool = False) -> Floats:
-    """Equally likely times for which those that begin together hold the gate, over their mean.
+def _held(points: Sequence[SteadyState], cost: CostModel, *, slowest: bool = False) -> Floats:
+    """Equally likely times for which those that begin together hold the gate, over their mean, [points, times].
 
     Until the longest of them is done, but no longer than makes the mean right; and what their prompts differ by, on
     the `slowest` stage where the gate opens when that is free.
     """
-    together = max(_together(point), 1.0)
-    law = point.workload.output_law.longest_of(together)
-    seconds, weights, mean = point.latency(law.tokens.astype(float)), law.weights, point.admission_interval
-    reached = np.cumsum(weights)
-    means = np.cumsum(weights * seconds) + seconds * (1 - reached)  # Of min(seconds, each of them).
-    held = np.minimum(seconds, np.interp(mean, means, seconds))
-    mass = np.append(0.0, np.cumsum(weights * held))
-    slices = np.diff(np.interp(np.linspace(0, 1, _HELD + 1), np.append(0.0, reached), mass)) * _HELD
-    variance = max(float(weights @ held**2 - mass[-1] ** 2), 0.0) + prompt_variance(
-        point, cost, together, slowest=slowest
-    )
-    shape = slices / mean - 1 if np.std(slices) > 1e-3 * mean else _NORMAL
-    deviation = (shape - shape.mean()) / np.std(shape) * np.sqrt(variance) / mean
-    return np.asarray(1.0 + np.maximum(deviation, -0.95))
+    laws = [_until_longest(point) for point in points]
+    variances = []
+    for point, (seconds, weights) in zip(points, laws, strict=True):
+        mean = float(weights @ seconds)
+        prompts = prompt_variance(point, cost, max(_together(point), 1.0), slowest=slowest)
+        variances.append((max(float(weights @ seconds**2) - mean**2, 0.0) + prompts) / point.admission_interval**2)
+    count = int(np.clip(np.ceil(2 * (1 + max(variances))), _HELD, _MOST_HELD))
+    return np.stack([_spread_out(*law, variance, count) for law, variance in zip(laws, variances, strict=True)])
+
+
+def _until_longest(point: SteadyState) -> tuple[Floats, Floats]:
+    """Rising seconds until the longest of those that begin together is done, and how likely each is."""
+    law = point.workload.output_law.longest_of(max(_together(point), 1.0))
+    seconds, weights = point.latency(law.tokens.astype(float)), law.weights
+    means = np.cumsum(weights * seconds) + seconds * (1 - np.cumsum(weights))  # Of min(seconds, each of them).
+    return np.minimum(seconds, np.interp(point.admission_interval, means, seconds)), weights
+
+
+def _spread_out(seconds: Floats, weights: Floats, variance: float, count: int) -> Floats:
+    """Equally likely values with mean 1 and this variance, all above 0 and shaped as the law of the seconds is.
+
+    The variance is below `count` - 1, as that of such values has to be.
+    """
+    reached, mass = np.append(0.0, np.cumsum(weights)), np.append(0.0, np.cumsum(weights * seconds))
+    shape = np.diff(np.interp(np.linspace(0, 1, count + 1), reached, mass)) * count / mass[-1]
+    if np.std(shape) <= 1e-3:
+        shape = 1.0 + np.interp(np.linspace(0, 1, count), np.linspace(0, 1, len(_NORMAL)), _NORMAL) / 10
+    evenly = 1.0 + (shape - shape.mean()) / np.std(shape) * np.sqrt(variance)
+    if evenly.min() >= min(_SHORTEST, shape.min()):
+        return np.asarray(evenly)
+    # Powers keep them above 0; no two of them are quite alike, so that any variance can be reached.
+    logs = np.log(np.maximum(shape, 1e-3)) + np.linspace(-_APART, 0.0, count)
+    logs -= logs.max()
+    low, high = 0.0, 1.0
+    while high < 1e4 and _power(logs, high).var() < variance:
+        high *= 2
+    for _ in range(50):
+        power = (low + high) / 2
+        low, high = (power, high) if _power(logs, power).var() < variance else (low, power)
+    return _power(logs, high)
+
+
+def _power(logs: Floats, power: float) -> Floats:
+    """Such a power of the values with these logarithms, over its mean."""
+    values = np.exp(np.maximum(power * logs, -50.0))
+    return np.asarray(values / values.mean())
 
 
 def _in_system(point: SteadyState) -> float:

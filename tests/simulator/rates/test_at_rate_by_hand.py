@@ -7,12 +7,13 @@ from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.rates.at_rate import estimate_at_rate
+from exeplan.simulator.rates.at_rate import _spread_out, estimate_at_rate
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.workload import Workload
 
 PROMPT, OUTPUT = 64, 200
 ALIKE = Workload.of("alike", inputs=[PROMPT], outputs=[OUTPUT], weights=[1.0])
+UNEQUAL = Workload.of("unequal", inputs=[PROMPT] * 2, outputs=[20, 1500], weights=[0.95, 0.05])
 ONE_PLACE = Schedule("orca", {"max_num_seqs": 1})
 
 
@@ -60,3 +61,21 @@ def test_quantiles_of_the_wait_are_those_of_a_single_server(load: float, cost: C
     p50, p99 = np.quantile(waits, (0.5, 0.99))
     assert found.latency_p50 == pytest.approx(p50 + service, rel=0.12)
     assert found.latency_p99 == pytest.approx(p99 + service, rel=0.15)
+
+
+@pytest.mark.parametrize("load", [0.5, 0.6, 0.7, 0.9, 0.98])
+def test_behind_a_gate_for_one_it_is_that_of_unequal_lengths(load: float, cost: CostModel) -> None:
+    steady = steady_state(Schedule("static", {"batch_size": 1}), UNEQUAL, cost)
+    seconds, weights = steady.latency(UNEQUAL.output_law.tokens.astype(float)), UNEQUAL.output_law.weights
+    queue = load / float(weights @ seconds) * float(weights @ seconds**2) / (2 * (1 - load))
+    found = estimate_at_rate([steady], Arrivals(rate=load * steady.throughput), cost, "p99-length")
+    assert found.ttft == pytest.approx(queue + steady.ttft, rel=0.01)
+
+
+@pytest.mark.parametrize("variance", [1e-4, 0.3, 2.0, 11.0])
+@pytest.mark.parametrize("long", [0.0, 0.05, 0.3])
+def test_times_at_a_gate_have_the_mean_and_variance_of_their_law(long: float, variance: float) -> None:
+    values = _spread_out(np.array([20.0, 1500.0]), np.array([1 - long, long]), variance, 26)
+    assert values.min() > 0.0
+    assert values.mean() == pytest.approx(1.0)
+    assert values.var() == pytest.approx(variance, rel=1e-3)

@@ -31,6 +31,8 @@ _TAIL, _PARTS = 18.0, 6
 """How far the geometric tail counts, in its means, and in how many parts each mean is divided."""
 _UNSEEN = 1e-7
 """Chance of states that are left out of what requests meet."""
+_MOST_LOAD = 1 - 1e-6
+"""Of the capacity; a higher one counts as this, as a queue without end has no stationary law."""
 _NEWTON = 12
 """Iterations for the root of the tail."""
 _MOMENTS = 6
@@ -66,6 +68,8 @@ def gate(rate: float, seconds: Floats, *, variability: float = 1.0) -> Gate:
     number of rows over the mean of the last one.
     """
     most, full = len(seconds), rate * float(seconds[-1].mean())
+    if full > (most_load := _MOST_LOAD * len(seconds)):
+        seconds, full = seconds * (most_load / full), most_load
     variance = full * variability + rate**2 * float(seconds[-1].var())
     beyond = _RARE * min(variance / (2 * (most - full)), 1 + np.sqrt(variance))
     steps = min(most, max(_FEWEST_LEVELS, int(_LEVELS * most / max(most, beyond, _LEVELS))))

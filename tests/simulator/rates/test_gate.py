@@ -122,3 +122,10 @@ def test_even_arrivals_wait_less_and_bursts_longer() -> None:
     waits = [gate(3.2, seconds, variability=variability).wait for variability in (0.5, 1.0, 4.0)]
     assert waits == sorted(waits)
     assert waits[2] > 1.5 * waits[1]
+
+
+def test_at_the_capacity_and_above_the_wait_is_that_just_below() -> None:
+    below, at, above = (gate(rate, np.ones((1, 2))).wait for rate in (1 - 1e-6, 1.0, 1.1))
+    assert below > 1000
+    assert at == pytest.approx(below, rel=0.01)
+    assert above == pytest.approx(below, rel=0.2)

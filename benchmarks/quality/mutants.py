@@ -469,8 +469,8 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/policies/shared/waa.py",
-        '.num_prefill_stages + 1) * schedule["prefill_batch"]',
-        '.num_prefill_stages) * schedule["prefill_batch"]',
+        'return num_prefill_stages * schedule["prefill_batch"]',
+        'return (num_prefill_stages - 1) * schedule["prefill_batch"]',
         "WAA prefills one batch less ahead",
         ("tests/policies/test_waa.py",),
     ),

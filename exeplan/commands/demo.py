@@ -85,10 +85,11 @@ def _profiled(args: argparse.Namespace) -> "tuple[ModelSpec, Profile]":
     from exeplan.planner.load_problem import profile_for
     from exeplan.profiler.profile_model import profile_model
     from exeplan.progress import note
+    from exeplan.runner.compute.families import check_family
     from exeplan.units import seconds
 
     spec = api.load_model(args.model)
-    spec.check_runs()
+    check_family(spec)
     note(spec.remarks)
     path = args.dir / f"{Path(args.model).name}.profile.json"
     path.parent.mkdir(parents=True, exist_ok=True)

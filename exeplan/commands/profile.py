@@ -121,9 +121,10 @@ def _measure(args: argparse.Namespace) -> int:
         raise InputError(f"--target-error must lie between 0 and 1, found {target:g}")
     _check_sizes(args)
     spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")
-    spec.check_runs()
     from exeplan.profiler.thread_counts import parse_threads, profile_thread_counts  # Imports torch: seconds.
+    from exeplan.runner.compute.families import check_family
 
+    check_family(spec)
     note(spec.remarks)
     device = _device(args.device)
     counts = parse_threads(args.threads)

@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 
 from exeplan.core.models.model import FP8, ModelSpec
+from exeplan.core.models.sparse_layers import RUN_SPARSE
 from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels
 from exeplan.runner.compute.blocks.layers import Model
@@ -70,6 +71,11 @@ def load_model(
     return model, weights.num_bytes
 
 
+def check_family(spec: ModelSpec) -> None:
+    """Raises InputError for a model that no family here runs."""
+    _family(spec)
+
+
 def family_names() -> list[str]:
     """All families, sorted."""
     return sorted(_families())
@@ -89,5 +95,17 @@ def _families() -> dict[str, ModuleType]:
 
 
 def _family(spec: ModelSpec) -> ModuleType:
-    spec.check_runs()
-    return _families()[spec.family]
+    families = _families()
+    if (spec.experts or spec.latent) and spec.family not in RUN_SPARSE:
+        raise InputError(
+            f"'{spec.name}' of the family {spec.family} has {'experts' if spec.experts else 'latent attention'}, which "
+            f"is run only of {', '.join(RUN_SPARSE)}; it is planned by datasheet (`exeplan profile --datasheet`)"
+        )
+    if spec.family not in families:
+        raise InputError(
+            f"no model family '{spec.family}' is run; there are {', '.join(sorted(families))}; '{spec.name}' is "
+            "planned by datasheet (`exeplan profile --datasheet`), for other engines"
+        )
+    if spec.is_multimodal:
+        raise InputError(f"'{spec.name}' is multimodal, and only its part for text can be planned; it cannot be run")
+    return families[spec.family]

@@ -48,10 +48,8 @@ def engine_setup(
     `ray` says which cluster has the plan's devices; None where all of them are on this host.
 
     A batch may take `deadline_seconds` on any stage before its workers count as hanging; by default a multiple of the
-    prefill time that the plan predicts. Raises InputError for a model that the engine here does not run, and for a plan
-    of another engine's shape.
+    prefill time that the plan predicts. Raises InputError for a plan of another engine's shape.
     """
-    spec.check_runs()
     if needs_other_engine(plan.placement):
         raise InputError(
             "the plan has attention data parallelism, or experts that are both divided and cut, which the engine here "

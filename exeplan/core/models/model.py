@@ -142,30 +142,8 @@ class ModelSpec:
     @property
     def is_only_planned(self) -> bool:
         """Whether the engine here does not run the family; other engines may."""
-        return bool(self.why_only_planned)
-
-    @property
-    def why_only_planned(self) -> str:
-        """Why the engine here does not run the model, as a sentence; empty where it does."""
-        if (self.experts or self.latent) and self.family not in RUN_SPARSE:
-            return (
-                f"'{self.name}' of the family {self.family} has {'experts' if self.experts else 'latent attention'}, "
-                f"which is run only of {', '.join(RUN_SPARSE)}; it is planned by datasheet (`exeplan profile "
-                "--datasheet`)"
-            )
-        if self.family not in (families := sorted({*RUN_DENSE, *RUN_SPARSE})):
-            return (
-                f"no model family '{self.family}' is run; there are {', '.join(families)}; '{self.name}' is planned by "
-                "datasheet (`exeplan profile --datasheet`), for other engines"
-            )
-        if self.is_multimodal:
-            return f"'{self.name}' is multimodal, and only its part for text can be planned; it cannot be run"
-        return ""
-
-    def check_runs(self) -> None:
-        """Raises InputError where the engine here does not run the model."""
-        if self.is_only_planned:
-            raise InputError(self.why_only_planned)
+        runs = RUN_SPARSE if self.experts or self.latent else RUN_DENSE + RUN_SPARSE
+        return self.family not in runs or self.is_multimodal
 
     def has_experts(self, layer: int) -> bool:
         """Whether this decoder layer has experts instead of one feed-forward block."""

@@ -104,13 +104,6 @@ def test_a_device_without_fp8_refuses_it():
         build_engine(engine_setup(plan, SPEC))
 
 
-def test_a_family_that_only_other_engines_run_is_refused_before_an_engine_starts():
-    spec = replace(SPEC, family="gemma")
-    plan = Plan(model="demo", schedule=Schedule("orca", {"max_num_seqs": 2}), placement=single_stage(spec))
-    with pytest.raises(InputError, match="no model family 'gemma' is run; there are "):
-        engine_setup(plan, spec)
-
-
 def test_an_engine_says_that_its_profile_was_measured_with_other_cpu_kernels(profile: Profile, tmp_path, capsys):
     plan = Plan(
         model="demo",

@@ -225,6 +225,7 @@ def play_engine(
     """Runs the load on an engine in this process, with reference passes between its steps.
 
     After these seconds it is cut: requests that began have their missing tokens `AFTER_CUT`, others no record.
+    A backlog is added before the run begins; what that takes is in no figure.
     """
     from exeplan.runner.compute.tokens.sampling import SamplingParams
     from exeplan.runner.engine.engine import Request

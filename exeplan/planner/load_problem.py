@@ -258,7 +258,7 @@ def plan_request(
     measured = profile or plan.profile
     if measured is None:
         raise InputError(
-            f"the plan names no profile; give one with --profile where the command takes it, or plan again with one"
+            "the plan names no profile; give one with --profile where the command takes it, or plan again with one"
             f"{_of_datasheet(plan)}"
         )
     measured = measured if isinstance(measured, Profile) else load_profile(Path(measured))

@@ -68,7 +68,7 @@ def gate(rate: float, seconds: Floats, *, variability: float = 1.0) -> Gate:
     number of rows over the mean of the last one.
     """
     most, full = len(seconds), rate * float(seconds[-1].mean())
-    if full > (most_load := _MOST_LOAD * len(seconds)):
+    if full > (most_load := _MOST_LOAD * most):
         seconds, full = seconds * (most_load / full), most_load
     variance = full * variability + rate**2 * float(seconds[-1].var())
     beyond = _RARE * min(variance / (2 * (most - full)), 1 + np.sqrt(variance))

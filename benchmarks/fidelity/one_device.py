@@ -104,9 +104,7 @@ def _round(args: argparse.Namespace, number: int) -> Iterator[dict[str, Any]]:
 
 def plans_of(profile: Profile, workload: Workload, policies: Sequence[str], *, slack: float) -> list[Plan]:
     """The best of each policy that keeps the bound."""
-    problem = make_problem(profile, workload, Bound(seconds=float("inf")))
-    alone = problem.evaluate(Schedule("static", {"batch_size": 1})).latency
-    problem = replace(problem, bound=Bound(seconds=float(f"{slack * alone:.2g}")))
+    problem = make_problem(profile, workload, bound_of(profile, workload, slack))
     plans = []
     for policy in policies:
         try:
@@ -114,6 +112,13 @@ def plans_of(profile: Profile, workload: Workload, policies: Sequence[str], *, s
         except Infeasible as error:
             print(f"{workload.name}: {error}", flush=True)
     return plans
+
+
+def bound_of(profile: Profile, workload: Workload, slack: float) -> Bound:
+    """`slack` times what one request alone needs, to two digits: it follows the machine."""
+    alone = make_problem(profile, workload, Bound(seconds=float("inf")))
+    latency = alone.evaluate(Schedule("static", {"batch_size": 1})).latency
+    return Bound(seconds=float(f"{slack * latency:.2g}"))
 
 
 def _row(

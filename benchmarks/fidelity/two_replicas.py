@@ -1,10 +1,11 @@
 """Predicted against measured behind a router: one engine and two, over HTTP, on the road that a user takes.
 
-    python -m benchmarks.fidelity.two_replicas [--model demo llama-50m] [--workload alpaca] [--bound 5s]
+    python -m benchmarks.fidelity.two_replicas [--model demo llama-50m] [--workload alpaca] [--slack 8]
         [--duration 20] [--rounds 3] [--budget 90s]
 
 `exeplan profile --devices 2`, `optimize --gpus 2`, `serve` and `bench --url`, each as a command. The plan has to be one
-of two replicas, each an engine process of one thread; the same plan with one of them is served in turn with it. What is
+of two replicas, each an engine process of one thread; the same plan with one of them is served in turn with it. The
+bound is `--slack` times what one request alone needs. What is
 predicted is the replay of just the requests that are sent, behind the same router. What was measured is as the client
 saw it, and at the speed that the machine had while it was profiled, which reference passes of the engines tell (`serve
 --watch-speed`). On two cores the front end and the load have no core of their own: with two replicas the engines wait
@@ -26,12 +27,16 @@ from typing import Any
 
 from benchmarks.engine.throughput import VOCABULARY, make_checkpoint
 from benchmarks.fidelity.bench_runs import errors_of
+from benchmarks.fidelity.one_device import bound_of
 from benchmarks.lib.record import write_record
 from benchmarks.lib.vllm_server import write_tokenizer
 from benchmarks.service.serving import served
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import save_plan, single_plans
-from exeplan.planner.load_problem import read_plan
+from exeplan.core.profile import load_profile
+from exeplan.planner.load_problem import fitted, profile_for, read_plan
 from exeplan.planner.reports.tables import table
+from exeplan.workload.files import load_workload
 
 _KINDS = {"replay": "predicted", "measured": "measured", "measured_at_profile_speed": "at profiling speed"}
 _FIGURES = ("throughput", "latency")
@@ -49,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=["demo", "llama-50m"])
     parser.add_argument("--workload", default="alpaca")
-    parser.add_argument("--bound", default="5s")
+    parser.add_argument("--slack", type=float, default=8.0, help="bound over what one request alone needs")
     parser.add_argument("--duration", type=float, default=20.0, help="seconds of each run, about")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", default="90s", help="of each profile")
@@ -89,13 +94,12 @@ def _model_in(folder: Path, model: str) -> str:
 def _plans(model: str, folder: Path, args: argparse.Namespace) -> dict[int, Path]:
     """The plan of two engines that `optimize` found, and the same of one."""
     profile, file, alone = folder / "profile.json", folder / "2.yaml", folder / "1.yaml"
-    asked = ["--gpus", "2", "--workload", args.workload, "--fit-context", "--latency-bound", args.bound]
-    for command in (
-        ["profile", model, "--devices", "2", "--budget", args.budget, "-o", str(profile)],
-        ["optimize", "--profile", str(profile), *asked, "-o", str(file)],
-    ):
-        if status := subprocess.run([*_EXEPLAN, *command], check=False).returncode:
-            raise SystemExit(status)
+    _exeplan("profile", model, "--devices", "2", "--budget", args.budget, "-o", str(profile))
+    spec = load_model_spec(model)
+    workload = fitted(load_workload(args.workload), spec, fit=True)
+    bound = bound_of(profile_for(spec, load_profile(profile)), workload, args.slack)
+    asked = ["--gpus", "2", "--workload", args.workload, "--fit-context", "--latency-bound", f"{bound.seconds}s"]
+    _exeplan("optimize", "--profile", str(profile), *asked, "-o", str(file))
     plan = read_plan(file)
     if plan.num_replicas != 2:
         raise SystemExit(f"the plan of {model} is not one of two replicas: {plan.schedule} on {plan.placement}")
@@ -103,6 +107,11 @@ def _plans(model: str, folder: Path, args: argparse.Namespace) -> dict[int, Path
     half = replace(plan.estimate, throughput=plan.estimate.throughput / 2)
     save_plan(replace(single_plans(plan)[0], estimate=half, replay=None), alone)
     return {1: alone, 2: file}
+
+
+def _exeplan(*words: str) -> None:
+    if status := subprocess.run([*_EXEPLAN, *words], check=False).returncode:
+        raise SystemExit(status)
 
 
 def _run(file: Path, seconds: float, *, seed: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from exeplan.arrays import Floats
 from exeplan.core.runs.machine_speed import MachineSpeed
@@ -185,17 +185,22 @@ class EngineRun:
 
     def on_clock(self, seconds: Floats) -> list[RequestRecord]:
         """The records where each interval takes these seconds, and reference passes take none."""
-        clock = np.append(0.0, np.cumsum(self.apart(seconds)))
-        wall, clock = (np.append(times, times[-1] + AFTER_CUT) for times in (self.wall, clock))
         return [
             replace(
                 r,
-                arrival=float(np.interp(r.arrival, wall, clock)),
-                start=float(np.interp(r.start, wall, clock)),
-                token_times=tuple(np.interp(r.token_times, wall, clock).tolist()),
+                arrival=float(self.moved(r.arrival, seconds)),
+                start=float(self.moved(r.start, seconds)),
+                token_times=tuple(self.moved(r.token_times, seconds).tolist()),
             )
             for r in self.raw
         ]
+
+    def moved(self, times: ArrayLike, seconds: Floats | None = None) -> Floats:
+        """These times of the wall clock where each interval takes these seconds, as measured unless given, and
+        reference passes take none."""
+        clock = np.append(0.0, np.cumsum(self.apart(np.diff(self.wall) if seconds is None else seconds)))
+        wall, clock = (np.append(border, border[-1] + AFTER_CUT) for border in (self.wall, clock))
+        return np.asarray(np.interp(np.asarray(times, dtype=float), wall, clock))
 
     def end(self, seconds: Floats) -> float:
         """When the run ends where each interval takes these seconds, and reference passes take none."""

@@ -140,8 +140,10 @@ def _bench_plan(args: argparse.Namespace) -> int:
     workload = plan_workload(plan, spec, args.workload)
     load = _load(args, workload, plan)
     profile = _profile(args, plan, spec)
-    prediction = _prediction(plan, profile, spec, load) if profile else None
     records, shared, counted = _play(args, plan, spec, load, profile)
+    if shared and load.arrivals is not None:
+        load = replace(load, arrivals=shared.moved(load.arrivals))
+    prediction = _prediction(plan, profile, spec, load) if profile else None
     bounds = (plan.bound or Bound(seconds=math.inf), *plan.more_bounds)
     p99 = workload.output_quantile(0.99)
     measured = summarize(records, p99_output=p99, bounds=bounds, backlog=load.backlog)
@@ -219,15 +221,17 @@ class _Speed:
 
     number: int
     slowness: float
-    """How many times as long its passes took as while it was profiled, other processes on its cores included, and the
-    reference passes of an engine in this process, for which its requests waited."""
+    """How many times as long its passes took as while it was profiled, other processes on its cores included."""
+    cost: float = 0.0
+    """Seconds of reference passes over those of the steps of an engine in this process, whose clock stands still
+    meanwhile."""
 
     @classmethod
     def of(cls, run: "EngineRun | None", counted: "ServerRun | None") -> "_Speed | None":
         """None where no reference pass tells it."""
         if run and run.speed and run.speed.samples:
-            own = run.speed.mean * run.speed.others
-            return cls(number=len(run.speed.samples), slowness=own * (1 + run.reference_cost))
+            slowness = run.speed.mean * run.speed.others
+            return cls(number=len(run.speed.samples), slowness=slowness, cost=run.reference_cost)
         if counted and counted.num_reference_passes:
             return cls(number=counted.num_reference_passes, slowness=counted.slowness)
         return None
@@ -242,9 +246,11 @@ class _Speed:
         )
 
     def __str__(self) -> str:
+        stands = "while its clock stands still, by which requests come closer together"
+        cost = f"; for these passes the engine waited {self.cost:.1%} of its time, {stands}" if self.cost else ""
         return (
             f"by {self.number} reference passes the machine took {self.slowness:.2f} times as long as while it was "
-            "profiled, other processes on its cores and these passes included; the replay of passes that take so long:"
+            f"profiled, other processes on its cores included{cost}; the replay of passes that take so long:"
         )
 
 

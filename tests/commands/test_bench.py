@@ -3,13 +3,19 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from exeplan.cli import main
+from exeplan.commands import bench
+from exeplan.core.models.model import ModelSpec
+from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, ReferencePass, save_profile
 from exeplan.runner import load
-from exeplan.runner.load import Load, draw_load
+from exeplan.runner.load import EngineRun, Load, draw_load
+from exeplan.simulator.routed import RoutedRun
+from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Workload
 
 PLAN = """
@@ -61,11 +67,36 @@ def test_a_second_replay_has_passes_that_take_as_long_as_the_machine_did(
     assert 0.99 * slowness <= ratio <= 2 * slowness  # More requests are there at a time.
 
 
+def test_requests_of_the_replay_come_when_they_came_by_a_clock_without_reference_passes(
+    watched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came, replayed = list[list[float]](), list[list[float]]()
+    play, predict = load.play_engine, bench._prediction
+
+    def playing(*args: Any, **how: Any) -> EngineRun:
+        run = play(*args, **how)
+        came.append([record.arrival for record in run.records])
+        return run
+
+    def predicting(plan: Plan, profile: Profile, spec: ModelSpec, load: Load) -> RoutedRun:
+        assert load.arrivals is not None
+        replayed.append(load.arrivals.tolist())
+        return predict(plan, profile, spec, load)
+
+    monkeypatch.setattr(load, "play_engine", playing)
+    monkeypatch.setattr(bench, "_prediction", predicting)
+    assert main(WORDS) == 0
+    assert replayed == [pytest.approx(came[0])] * 2
+    asked = draw_load(load_workload("fixed:in=12;out=20"), 25, rate=10.0)
+    assert asked.arrivals is not None
+    assert came[0][-1] < asked.arrivals[-1]
+
+
 def test_it_stands_beside_what_was_measured(watched: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(WORDS) == 0
     first, second = capsys.readouterr().out.split(" reference passes the machine took ")
     assert "mean tpot" in first
-    assert "other processes on its cores and these passes included; the replay of passes that take so long:" in second
+    assert "other processes on its cores included; for these passes the engine waited " in second
     assert "mean tpot" in second
 
 

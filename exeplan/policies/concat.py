@@ -19,13 +19,13 @@ may leave much earlier than others.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
 
-from exeplan.arrays import Floats
+from exeplan.arrays import Bools, Floats
 from exeplan.core.batch import Batch, Packing
 from exeplan.core.control_variables import require
 from exeplan.core.queue_order import (
@@ -136,7 +136,47 @@ def starts_together(schedule: Schedule) -> int:
 
 
 def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
-    """The prefill of all rows, then as many decode iterations as the longest output of the batch needs."""
+    """The prefill of all rows, then as many decode iterations as the longest output of the batch needs.
+
+    Prompts longer than a row have batches of their own, one each, in turn with those of all others.
+    """
+    fits = workload.inputs <= schedule["row_tokens"]
+    if fits.all():
+        return _batches(schedule, workload, clock)
+    alone = _one_by_one(workload.only(~fits), clock)
+    if not fits.any():
+        return alone
+    batches, share = _batches(schedule, workload.only(fits), clock), float(workload.weights[fits].sum())
+    throughput = 1.0 / (share / batches.throughput + (1.0 - share) / alone.throughput)
+    return replace(
+        max(batches, alone, key=lambda one: one.cycle.kv_tokens),
+        throughput=throughput,
+        latency=_of_both(workload, fits, batches, alone),
+        admission_interval=batches.cycle.num_seqs / share / throughput,
+    )
+
+
+def _of_both(workload: Workload, fits: Bools, batches: Steady, alone: Steady) -> Callable[[Floats], Floats]:
+    """Of requests with at least so many tokens, those in batches and those alone."""
+    first = np.searchsorted(workload.outputs, np.arange(workload.max_output + 1))
+    fitting, every = (weights[::-1].cumsum()[::-1][first] for weights in (workload.weights * fits, workload.weights))
+    tokens = np.arange(workload.max_output + 1.0)
+
+    def latency(output_tokens: Floats) -> Floats:
+        share = np.interp(output_tokens, tokens, fitting / every)
+        return share * batches.latency(output_tokens) + (1.0 - share) * alone.latency(output_tokens)
+
+    return latency
+
+
+def _one_by_one(workload: Workload, clock: Clock) -> Steady:
+    """Each in a batch and a row of its own."""
+    row = Schedule("concat", {"max_num_seqs": 1, "rows": 1, "row_tokens": workload.max_input})
+    return _batches(row, workload, clock)
+
+
+def _batches(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
+    """Of prompts none of which is longer than a row."""
     prompts, slot, row = workload.input_law, _slot_tokens(schedule), schedule["row_tokens"]
     counted = min(schedule["rows"], max(_COUNTED_SLOTS * slot // row, 1))
     # Beyond this number of rows each further one is like the others.

@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from exeplan.arrays import Floats
+from exeplan.arrays import Bools, Floats
 from exeplan.errors import InputError
 from exeplan.figures import axes_or_new
 from exeplan.workload.deadlines import Deadlines
@@ -186,6 +186,13 @@ class Workload:
         back_and_forth = np.where(band % 2, -self.inputs, self.inputs)
         return np.lexsort((self.outputs, back_and_forth, band))
 
+    def only(self, points: Bools) -> "Workload":
+        """The lengths of requests at these points, at least one; the trace is left out."""
+        weights = self.weights[points]
+        return replace(
+            self, inputs=self.inputs[points], outputs=self.outputs[points], weights=weights / weights.sum(), trace=None
+        )
+
     def scale(self, output_factor: float) -> "Workload":
         """Outputs multiplied by a factor. Between two whole lengths a point is split so that the mean stays right.
 
@@ -234,9 +241,7 @@ class Workload:
         return min(1.0, (max_context - output * long_output) / long_input), output
 
 
-def _fitted(
-    inputs: Ints, outputs: Ints, factors: tuple[float, float], context: int
-) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+def _fitted(inputs: Ints, outputs: Ints, factors: tuple[float, float], context: int) -> tuple[Ints, Ints, Bools]:
     """Lengths scaled by (input, output) factors and cut to the context, and which of them were cut."""
     scaled = [np.maximum(np.rint(x * f), 1).astype(np.int64) for x, f in zip((inputs, outputs), factors, strict=True)]
     cut_outputs = np.minimum(scaled[1], np.maximum(context // 2, context - scaled[0]))

@@ -212,3 +212,14 @@ def test_errors_are_small_and_lie_on_both_sides(profile: Profile) -> None:
         check(metric, [e.percentiles[metric] for e in every if metric in e.percentiles], **limits)
     room = [error.kv_room for error in every]
     assert 0.0 <= np.median(room) <= 0.05, f"KV cache beyond the peak: median {np.median(room):+.1%}"
+
+
+def test_prompts_longer_than_a_row_of_concat_have_batches_of_their_own(profile: Profile) -> None:
+    inputs, outputs = np.repeat([20, 40, 400], 3), np.tile([10, 20, 30], 3)
+    law = Workload.of("few long", inputs=inputs, outputs=outputs, weights=np.repeat([45, 45, 10], 3))
+    cost = CostModel(profile)
+    for rows, row_tokens in ((8, 128), (16, 64), (16, 399), (2, 19)):
+        steady = steady_state(Schedule("concat", {"rows": rows, "row_tokens": row_tokens}), law, cost)
+        errors = compared(steady, cost, seed=rows)
+        assert abs(errors.throughput) <= 0.03, (rows, row_tokens, errors)
+        assert abs(errors.latency) <= 0.06, (rows, row_tokens, errors)

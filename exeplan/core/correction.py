@@ -26,7 +26,8 @@ from exeplan.errors import InputError
 THETA = ("level", "slope", "prefill", "links", "first", "first_seconds")
 REFERENCE_ROWS = 16
 _FEWEST_ROWS, _MOST_ROWS = 1, 512
-_MOST_LOG = 5.0
+MOST_LOG = 5.0
+"""Of a factor: what is further off is another deployment's, or in another unit."""
 _LEAST_SHARE = 0.2
 """Of a time to the first token by the passes, which is left when seconds below 0 are added to a short one."""
 
@@ -86,11 +87,11 @@ def correction_from(body: Any, path: Path) -> Correction:
         raise InputError(f"{path}: its correction is malformed: {error}") from None
     for name in THETA:
         value = getattr(found, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MOST_LOG:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_LOG:
             raise InputError(
-                f"{path}: correction.{name} is a logarithm from -{_MOST_LOG:g} to {_MOST_LOG:g}, found {value!r}"
+                f"{path}: correction.{name} is a logarithm from -{MOST_LOG:g} to {MOST_LOG:g}, found {value!r}"
             )
     for name, value in found.spreads.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_LOG:
-            raise InputError(f"{path}: correction.spreads.{name} lies from 0 to {_MOST_LOG:g}, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_LOG:
+            raise InputError(f"{path}: correction.spreads.{name} lies from 0 to {MOST_LOG:g}, found {value!r}")
     return found

@@ -4,16 +4,20 @@ A profile of a datasheet with an engine shares the effects of the shipped runs (
 one that was measured or imported was not, and only its own runs move it.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from exeplan.core.correction import Correction
+import numpy as np
+
+from exeplan.core.correction import MOST_LOG, Correction
 from exeplan.core.models.model import load_model_sizes, shipped_twin
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.profiler.calibration.law import (
+    QUANTITIES,
     CalibrationLaw,
     Observation,
     observation,
@@ -27,6 +31,7 @@ from exeplan.profiler.calibration.predict import predict_run
 from exeplan.profiler.calibration.serving_run import Prediction, ServingRun
 from exeplan.profiler.datasheets.engine_constants import with_engine
 from exeplan.progress import SILENT, Told
+from exeplan.units import show_seconds
 
 _ROUNDS = 3
 """Gauss and Newton's: what a run says of a correction is linear near the one of the round before."""
@@ -65,13 +70,32 @@ def calibrate(profile: Profile, runs: Sequence[ServingRun], *, told: Told = SILE
     found: Correction | None = None
     for number in range(_ROUNDS):
         part = told.part(_OF_ROUNDS * number / _ROUNDS, _OF_ROUNDS * (number + 1) / _ROUNDS, f"round {number + 1}")
+        seen = [observation(profile, run, found) for run in _told(runs, part)]
+        if number == 0:
+            _check_units(runs, seen)
         groups: dict[PlacementName, list[Observation]] = defaultdict(list)
-        for run in _told(runs, part):
-            groups[_name(profile, engine, run.tensor_parallel_size)].append(observation(profile, run, found))
+        for run, one in zip(runs, seen, strict=True):
+            groups[_name(profile, engine, run.tensor_parallel_size)].append(one)
         found = _correction(profile, engine, law, own_evidence(law, groups))
     corrected, part = replace(profile, correction=found), told.part(_OF_ROUNDS, 1.0, "predictions")
     predicted = ((run, predict_run(profile, run), predict_run(corrected, run)) for run in _told(runs, part))
     return Calibrated(corrected, tuple(predicted))
+
+
+def _check_units(runs: Sequence[ServingRun], seen: Sequence[Observation]) -> None:
+    """Raises InputError for times so far above the prediction that no correction says it: a time between tokens, or
+    the time to the first one of all runs, as that of one may be a wait that is not predicted."""
+    above = [one.logs > MOST_LOG for one in seen]
+    of_all = np.logical_and.reduce(above)
+    for run, one, far in zip(runs, seen, above, strict=True):
+        for number, (name, seconds) in enumerate(zip(QUANTITIES, (run.ttft, run.tpot), strict=True)):
+            if far[number] and (of_all[number] or name == "tpot"):
+                factor = math.exp(one.logs[number])
+                raise InputError(
+                    f"{run}: a {name} of {show_seconds(seconds)} is {factor:.0f} times what is predicted, "
+                    f"{show_seconds(seconds / factor)}, and a correction says {math.exp(MOST_LOG):.0f} times at most: "
+                    "is its unit right?"
+                )
 
 
 def _told(runs: Sequence[ServingRun], told: Told) -> Iterator[ServingRun]:

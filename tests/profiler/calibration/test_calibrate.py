@@ -147,6 +147,13 @@ def test_a_run_faster_than_its_devices_is_refused(
     assert str(found.value).startswith(f"a run of {change.get('input_tokens', 256)} + 32 tokens, 2 clients: a t")
 
 
+@pytest.mark.parametrize("field", ["ttft", "tpot"])
+def test_a_time_in_another_unit_is_refused(field: str, profile: Profile, runs: list[ServingRun]) -> None:
+    longer = [replace(run, **{field: 1000 * getattr(run, field)}) for run in runs]
+    with pytest.raises(InputError, match=rf"a {field} of .* is \d+ times what is predicted, .*: is its unit right\?$"):
+        calibrate(profile, longer)
+
+
 def test_the_line_of_an_impossible_run_is_named(
     profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Sc
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.candidates import Candidate, Key, candidate, reached, sustained
 from exeplan.planner.choice.infeasible import burst, too_slow, too_tight, wider_bounds
+from exeplan.planner.choice.most_headroom import headrooms
 from exeplan.planner.choice.pipelines import Pipelines, Proof, filled, keys_of, less_margin, lowest_latency, placed_at
 from exeplan.planner.margins.margins import Margins, margins
 from exeplan.planner.problems.headroom import with_headroom
@@ -79,7 +80,8 @@ def solved(pipelines: Pipelines, division: Mapping[int, tuple[str, int]]) -> Opt
         },
     )
     if pipelines.effort.report:
-        plan = with_headroom(plan, [one for one, _ in alone], rate=pipelines.rate_headrooms.get(first))
+        known = headrooms(pipelines, first) if pipelines.problem.arrivals else None
+        plan = with_headroom(plan, [one for one, _ in alone], known=known)
     assert plan.estimate is not None
     assert plan.replay is not None
     for figures in (plan.estimate, plan.replay):

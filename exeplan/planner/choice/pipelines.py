@@ -28,6 +28,7 @@ from exeplan.planner.choice.exhaustive import search_progress
 from exeplan.planner.choice.search_space import Outcomes
 from exeplan.planner.choice.seeded_replays import MOST_ADDED, Replays
 from exeplan.planner.margins.margins import Margins, Risk, expected_margins, margins
+from exeplan.planner.problems.headroom import Headrooms
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import MOST_SEEDS, Order, behind, mean_estimate
 from exeplan.planner.problems.replays import promised
@@ -128,8 +129,8 @@ class Pipelines:
                 self.found.setdefault((size, policy), not_searched(policy))
         self.limits: dict[Key, tuple[Bound, ...]] = dict.fromkeys(self.found, held)
         self.proofs: dict[Key, Proof] = {}
-        self.rate_headrooms: dict[Key, float] = {}
-        """Of proved pipelines of which it was asked which has the most (`most_headroom.py`)."""
+        self.headrooms: dict[Key, Headrooms] = {}
+        """Of proved pipelines at a rate (`most_headroom.py`)."""
         self.replays = Replays(
             problem,
             seed=seed,

@@ -8,6 +8,7 @@ Of the arrivals of a trace it takes those of a Poisson stream.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from exeplan.core.bounds import scaled, values_of
 from exeplan.core.plan import Plan
@@ -20,12 +21,21 @@ _IN_VAIN = 2
 """Steps by a line that have not halved the interval, after which it is halved."""
 
 
-def with_headroom(plan: Plan, alone: Sequence[Problem], *, rate: float | None = None) -> Plan:
+class Headrooms(NamedTuple):
+    """Of one schedule, as shares; None where nothing limits it."""
+
+    rate: float | None
+    drift: float | None
+
+
+def with_headroom(plan: Plan, alone: Sequence[Problem], *, known: Headrooms | None = None) -> Plan:
     """The plan with its headroom, the least of its groups of replicas; `alone` are the problems of one of each, and
-    `rate` is its rate headroom where that is known.
+    what is `known` is not looked for.
 
     Where requests arrive, the plan has its replay already.
     """
+    if known is not None:
+        return replace(plan, drift_headroom=known.drift, rate_headroom=known.rate)
     promises = [plan.promise, *plan.promise.get("more_groups", ())]
     margins = [one.get("margin", {}) for one in promises] * (1 if len(promises) > 1 else len(plan.groups))
 
@@ -36,9 +46,7 @@ def with_headroom(plan: Plan, alone: Sequence[Problem], *, rate: float | None = 
         ]
         return min((value for value in found if value is not None), default=None)
 
-    if rate is None:
-        rate = least(rate_headroom)
-    return replace(plan, drift_headroom=least(drift_headroom), rate_headroom=rate)
+    return replace(plan, drift_headroom=least(drift_headroom), rate_headroom=least(rate_headroom))
 
 
 def most_rate(plan: Plan) -> float | None:

@@ -24,8 +24,11 @@ from exeplan.workload.arrivals import Arrivals
 KV_SLACK = 1.5
 """The engine's KV cache over what the steady state needs, where memory allows: room for the start-up and for drift."""
 _REPLAY_REQUESTS = (300, 30_000)
-_ARRIVING = 8000
-"""Requests of a replay with arrivals far from the capacity."""
+_ARRIVING = 2500
+"""Requests of a replay with arrivals far from the capacity: where they do not tell enough, more seeds do
+(`ranking.py`)."""
+_FEWEST_ARRIVING = 2000
+"""Of what is told of policies that lose."""
 _LEAST_GENERATIONS = 2
 """How many times too short a replay may be that still proves a schedule."""
 _MOST_ARRIVING = 10_000
@@ -172,7 +175,8 @@ def _generations(problem: Problem, steady: SteadyState) -> float:
 def _lone_requests(arrivals: Arrivals, steady: SteadyState, length: float) -> int:
     """Enough to fill a pipeline, and for its queue to reach its steady length."""
     n = int(length * _arriving_requests(arrivals, steady.throughput))
-    return n if arrivals.of_trace else int(min(max(n, _FILLS * _filling(arrivals, steady)), _MOST_ROUTED))
+    least = max(_FEWEST_ARRIVING, _FILLS * _filling(arrivals, steady))
+    return n if arrivals.of_trace else int(min(max(n, least), _MOST_ROUTED))
 
 
 def _filling(arrivals: Arrivals, steady: SteadyState) -> float:
@@ -281,7 +285,8 @@ def _routed_requests(
         capacity += group.num_replicas * steady.throughput
         filling += group.num_replicas * _filling(problem.arrivals, steady)
     queues = 1 if router == ROUTERS[0] else number
-    return int(min(max(length * queues * _arriving_requests(arrivals, capacity), _FILLS * filling), _MOST_ROUTED))
+    asked = max(length * _arriving_requests(arrivals, capacity), _FEWEST_ARRIVING)
+    return int(min(max(queues * asked, _FILLS * filling), _MOST_ROUTED))
 
 
 def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:

@@ -104,7 +104,7 @@ class Workload:
         """The law of the output length alone."""
         return _marginal(self.outputs, self.weights)
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
         return int((self.inputs + self.outputs).max())

@@ -182,12 +182,13 @@ def _layer_rows(
     spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str, size: int, exponent: float
 ) -> Iterator[Measurement]:
     row, between = partial(Measurement, tensor_parallel_size=size), between_layers(dtype)
+    over_layers = partial(_mean, spec.windows)
     for n in _NUM_SEQS:
         for tokens in _grid(_context(spec)):
-            took = _prefill_attention(spec, sheet, between, kv_dtype, size, n, tokens)
+            took = _prefill_attention(spec, sheet, between, kv_dtype, size, n, tokens, over_layers)
             yield row(op="attention", phase="prefill", num_seqs=n, num_tokens=n * tokens, seconds=took)
         for tokens in (t for t in _grid(_context(spec)) if t & (t - 1) == 0 or t == _context(spec)):
-            took = _decode_attention(spec, sheet, kv_dtype, size, n, tokens)
+            took = _decode_attention(spec, sheet, kv_dtype, size, n, tokens, over_layers)
             yield row(op="attention", phase="decode", num_seqs=n, context_tokens=n * tokens, seconds=took)
         yield row(op="head", num_seqs=n, seconds=_head(spec, sheet, between, size, n))
     for tokens in _grid(MAX_TOKENS):
@@ -251,7 +252,14 @@ def _link_rows(sheet: Datasheet, sizes: Sequence[int]) -> Iterator[Measurement]:
 
 
 def _prefill_attention(
-    spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str, size: int, num_seqs: int, tokens: int
+    spec: ModelSpec,
+    sheet: Datasheet,
+    dtype: str,
+    kv_dtype: str,
+    size: int,
+    num_seqs: int,
+    tokens: int,
+    over_layers: "_OverLayers",
 ) -> float:
     """With the store of the prompt's keys and values: an encoder layer's share of the decoder's cross cache."""
     stored = num_seqs * tokens * _kv_bytes(spec, kv_dtype, size) * _cross_share(spec)
@@ -271,10 +279,18 @@ def _prefill_attention(
         head_dim=spec.head_dim,
         causal=not spec.is_encoder_decoder,
     )
-    return elementwise_seconds(sheet, 2 * stored) + _mean(spec, lambda window: attend(window=window))
+    return elementwise_seconds(sheet, 2 * stored) + over_layers(lambda window: attend(window=window))
 
 
-def _decode_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, num_seqs: int, context: int) -> float:
+def _decode_attention(
+    spec: ModelSpec,
+    sheet: Datasheet,
+    dtype: str,
+    size: int,
+    num_seqs: int,
+    context: int,
+    over_layers: "_OverLayers",
+) -> float:
     """Self attention, and cross attention where there is one: two kernels that share the context between them."""
     stored = elementwise_seconds(sheet, 2 * num_seqs * _kv_bytes(spec, dtype, size))
     if spec.latent:
@@ -293,7 +309,7 @@ def _decode_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, 
             head_dim=spec.head_dim,
         )
 
-    return kernels * _mean(spec, attend) + stored
+    return kernels * over_layers(attend) + stored
 
 
 def _measured(spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str) -> Iterator[str]:
@@ -306,11 +322,16 @@ def _measured(spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str) -> I
             yield f"latent attention as {kernels.source}"
 
 
-def _mean(spec: ModelSpec, seconds: Callable[[int | None], float]) -> float:
-    """Of a layer whose time depends on its sliding window: the mean over the layers, as a profile has one for all."""
-    if len(spec.windows) == 1:
-        return seconds(*spec.windows)
-    return sum(count * seconds(window) for window, count in spec.windows.items()) / spec.num_layers
+_OverLayers = Callable[[Callable[[int | None], float]], float]
+"""Of seconds by sliding window: the mean over a model's layers."""
+
+
+def _mean(windows: Mapping[int | None, int], seconds: Callable[[int | None], float]) -> float:
+    """Of a layer whose time depends on its sliding window: the mean over the layers, as a profile has one for all.
+    `windows` is how many layers have each."""
+    if len(windows) == 1:
+        return seconds(*windows)
+    return sum(count * seconds(window) for window, count in windows.items()) / sum(windows.values())
 
 
 def _rest(

@@ -43,19 +43,18 @@ def main() -> None:
     found = {
         "as asked": sum(row["as asked"] for row in rows),
         "held": sum(row["held"] for row in rows),
-        "held, 95 % interval": wilson(sum(row["held"] for row in rows), len(rows)),
         "rows": len(rows),
         "widest": max(row["half"] for row in rows),
         "longest": max(run["seconds"] for run in runs),
     }
     print(table(_HEADER, [_cells(number, row) for number, run in enumerate(runs, 1) for row in run["rows"]]))
-    low, high = found["held, 95 % interval"]
+    low, high = wilson(found["held"], len(rows))
     print(
         f"\n{found['as asked']} of {len(rows)} as asked; {found['held']} of {len(rows)} intervals hold the measurement "
         f"({low:.0%} to {high:.0%}); the widest +-{found['widest']:.1f} % (asked {_WIDEST:g}); the longest demo "
         f"{found['longest']:.0f} s (asked {_LONGEST:g})"
     )
-    print(f"\nrecord: {write_record('fidelity-demos', {**vars(args), 'found': found, 'runs': runs})}")
+    print(f"\nrecord: {write_record('fidelity-demos', {'busy': args.busy, 'found': found, 'runs': runs})}")
 
 
 def _run(*, busy: bool) -> dict[str, Any]:

@@ -19,12 +19,12 @@ class AdmissionError(Exception):
 
 
 def admit_request(
-    request: Request, *, spec: ModelSpec, tokenizer: Tokenizer, eos_token_ids: Sequence[int], num_slots: int
+    request: Request, *, spec: ModelSpec, tokenizer: Tokenizer, eos_token_ids: Sequence[int], most_tokens: int
 ) -> RequestState:
-    """The state of a request in a KV cache of `num_slots` tokens. Raises InputError for one that cannot run, and
-    AdmissionError where that could not be found out."""
+    """The state of a request in an engine whose requests have at most `most_tokens`, output included. Raises InputError
+    for one that cannot run, and AdmissionError where that could not be found out."""
     try:
-        return _admitted(request, spec, tokenizer, eos_token_ids, num_slots)
+        return _admitted(request, spec, tokenizer, eos_token_ids, most_tokens)
     except InputError:
         raise
     except BaseException as error:  # A panic of the tokenizers library is no Exception.
@@ -35,7 +35,7 @@ def admit_request(
 
 
 def _admitted(
-    request: Request, spec: ModelSpec, tokenizer: Tokenizer, eos_token_ids: Sequence[int], num_slots: int
+    request: Request, spec: ModelSpec, tokenizer: Tokenizer, eos_token_ids: Sequence[int], most_tokens: int
 ) -> RequestState:
     params, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
     check_prompt_length(spec, num_prompt_tokens)
@@ -46,7 +46,7 @@ def _admitted(
     check_token_ids("stop_token_ids", params.stop_token_ids, spec.vocab_size)
     check_token_ids("logit_bias", list(params.logit_bias), spec.vocab_size)
     begin = [] if spec.first_token_from_prefill else [decoder_start_token_id(spec)]
-    max_output_tokens = _max_output_tokens(spec, num_prompt_tokens, params.max_tokens, num_slots)
+    max_output_tokens = _max_output_tokens(spec, num_prompt_tokens, params.max_tokens, most_tokens)
     if params.min_tokens > max_output_tokens:
         raise InputError(f"min_tokens {params.min_tokens} is more than the {max_output_tokens} tokens that fit")
     ends = (*params.stop_token_ids, *eos_token_ids)
@@ -96,10 +96,10 @@ def check_prompt_length(spec: ModelSpec, num_prompt_tokens: int) -> None:
         raise InputError(f"the prompt has {num_prompt_tokens} tokens; the context of {context} takes at most {most}")
 
 
-def _max_output_tokens(spec: ModelSpec, num_prompt_tokens: int, max_tokens: int | None, num_slots: int) -> int:
+def _max_output_tokens(spec: ModelSpec, num_prompt_tokens: int, max_tokens: int | None, most_tokens: int) -> int:
     """For a prompt that fits."""
     if max_tokens is None:
-        return num_fitting(spec, num_prompt_tokens, num_slots)
+        return num_fitting(spec, num_prompt_tokens, most_tokens)
     if max_tokens > (rest := _rest_of_context(spec, num_prompt_tokens)):
         raise InputError(
             f"max_tokens {max_tokens} after a prompt of {num_prompt_tokens} tokens exceeds the context "
@@ -108,9 +108,11 @@ def _max_output_tokens(spec: ModelSpec, num_prompt_tokens: int, max_tokens: int 
     return max_tokens
 
 
-def num_fitting(spec: ModelSpec, num_prompt_tokens: int, num_slots: int) -> int:
-    """The most output tokens after a prompt that fits."""
-    return max(min(_rest_of_context(spec, num_prompt_tokens), num_slots - num_prompt_tokens), 1)
+def num_fitting(spec: ModelSpec, num_prompt_tokens: int, most_tokens: int) -> int:
+    """The most output tokens after a prompt that fits, in an engine whose requests have at most `most_tokens`."""
+    num_begin_tokens = 0 if spec.first_token_from_prefill else 1
+    rest = most_tokens - num_prompt_tokens - num_begin_tokens
+    return max(min(_rest_of_context(spec, num_prompt_tokens), rest), 1)
 
 
 def _rest_of_context(spec: ModelSpec, num_prompt_tokens: int) -> int:

@@ -140,6 +140,12 @@ class Engine:
         return self._scheduler.free_blocks
 
     @property
+    def request_tokens(self) -> int:
+        """Tokens of the longest request, with its output: the KV cache holds them, and one pass prefills them."""
+        slots, pass_tokens = self.num_blocks * BLOCK_SIZE, self._scheduler.pass_tokens
+        return slots if pass_tokens is None else min(slots, pass_tokens)
+
+    @property
     def num_preemptions(self) -> int:
         return self._scheduler.num_preemptions
 
@@ -153,7 +159,7 @@ class Engine:
             spec=self._spec,
             tokenizer=self._tokenizer,
             eos_token_ids=self._eos_token_ids,
-            num_slots=self.num_blocks * BLOCK_SIZE,
+            most_tokens=self.request_tokens,
         )
         self._scheduler.add(state)
         self._requests[request.request_id] = state

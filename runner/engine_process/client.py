@@ -131,6 +131,8 @@ class EngineClient:
         """What is loaded before anything can run; None once it is, until something is restarted."""
         self.stats = Stats()
         self.num_blocks = 0
+        self.request_tokens = 0
+        """Tokens of the longest request, with its output; 0 before the engine is ready."""
         self.num_waiting = 0
         """Sequences whose prefill has not begun, those included that are still being tokenized."""
         self.num_restarts = 0
@@ -199,7 +201,8 @@ class EngineClient:
         if not isinstance(event, EngineReady):
             await link.end()
             raise (InputError if isinstance(event, SetupRefused) else EngineError)(event.message)
-        self.num_blocks, self.loading, self._up = event.num_blocks, None, True
+        self.num_blocks, self.request_tokens = event.num_blocks, event.request_tokens
+        self.loading, self._up = None, True
         self._note_devices()
         self.stats = Stats(num_blocks=self.num_blocks, free_blocks=self.num_blocks)
         self._began = self._progress = time.monotonic()
@@ -554,7 +557,7 @@ class EngineClient:
         """An answer to a question that is not waited for any more has no effect but that of a switch."""
         setup = self._switches.pop(answer.number, None)
         if isinstance(answer, PlanSwitched) and setup:
-            self.num_blocks, self._setup = answer.num_blocks, setup
+            self.num_blocks, self.request_tokens, self._setup = answer.num_blocks, answer.request_tokens, setup
             self._note_devices()
         asked = self._asked
         if asked and asked.message.number == answer.number and not asked.answer.done():

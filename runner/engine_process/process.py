@@ -191,7 +191,7 @@ def _serve(inbox: _Inbox, send: Callable[[EngineEvent], None]) -> NoReturn:
     engine = build_engine(setup, launcher=launcher, on_loss=on_loss, on_progress=tell)
     build = partial(build_executor, launcher=launcher, on_loss=on_loss)
     inbox.wake = engine.wake
-    send(EngineReady(num_blocks=engine.num_blocks))
+    send(EngineReady(num_blocks=engine.num_blocks, request_tokens=engine.request_tokens))
     heartbeat = min(HEARTBEAT_SECONDS, setup.deadline_seconds / 4)
     switcher = PlanSwitcher(engine, setup, build=build, put=inbox.put)
     alone = setup.num_threads == 1 and num_devices(setup.placement) == 1 and setup.ray is None

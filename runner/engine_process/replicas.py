@@ -328,8 +328,13 @@ class ReplicaSet:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks of the smallest replica: what limits a request."""
+        """KV blocks of the smallest replica."""
         return min(client.num_blocks for client in self._clients)
+
+    @property
+    def request_tokens(self) -> int:
+        """Tokens of the longest request, with its output, that every replica takes."""
+        return min(client.request_tokens for client in self._clients)
 
     @property
     def loading(self) -> Loading | None:
@@ -464,6 +469,7 @@ class ReplicaSet:
         return PlanSwitched(
             number=max((one.number for one in switched), default=0),
             num_blocks=self.num_blocks,
+            request_tokens=self.request_tokens,
             seconds=max((one.seconds for one in switched), default=0.0),
             num_recomputed=sum(one.num_recomputed for one in switched),
             num_carried=sum(one.num_carried for one in switched),

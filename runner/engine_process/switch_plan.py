@@ -141,6 +141,7 @@ class PlanSwitcher:
         return PlanSwitched(
             number=command.number,
             num_blocks=self._engine.num_blocks,
+            request_tokens=self._engine.request_tokens,
             seconds=time.perf_counter() - began,
             num_recomputed=switched.num_recomputed,
             num_carried=switched.num_carried,

@@ -62,6 +62,8 @@ class ServiceState(Message, frozen=True):
     num_waiting: int
     """Sequences of all front ends."""
     num_blocks: int
+    request_tokens: int
+    """Of the longest request, with its output; 0 until the replicas are ready."""
     stats: Stats
 
 

@@ -203,6 +203,8 @@ class EngineReady(Message, frozen=True):
     """The model is loaded and warm."""
 
     num_blocks: int
+    request_tokens: int
+    """Of the longest request, with its output."""
 
 
 class SetupRefused(Message, frozen=True):
@@ -314,6 +316,8 @@ class PlanSwitched(Message, frozen=True):
 
     number: int
     num_blocks: int
+    request_tokens: int
+    """As in EngineReady."""
     seconds: float
     """In which no batch was begun."""
     num_recomputed: int

@@ -304,5 +304,10 @@ async def _until_up(client: EngineClient) -> PlanSwitched:
         await asyncio.sleep(_LOOK_SECONDS)
     seconds = time.monotonic() - began
     return PlanSwitched(
-        number=0, num_blocks=client.num_blocks, seconds=seconds, num_recomputed=recomputed, num_carried=0
+        number=0,
+        num_blocks=client.num_blocks,
+        request_tokens=client.request_tokens,
+        seconds=seconds,
+        num_recomputed=recomputed,
+        num_carried=0,
     )

@@ -202,12 +202,7 @@ class Service:
     @property
     def max_context(self) -> int:
         """Tokens of a prompt and its output; not before the engine is ready."""
-        return min(self.spec.max_context, self._num_slots)
-
-    @property
-    def _num_slots(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.engine.num_blocks * BLOCK_SIZE
+        return min(self.spec.max_context, self.engine.request_tokens)
 
     @property
     def retry_after(self) -> int:
@@ -366,7 +361,7 @@ class Service:
     def _sampling(self, request: Generate, num_prompt_tokens: int) -> Sampling:
         """Of one of its prompts: a max_tokens that is not the client's is lowered to what fits, and left out where
         min_tokens does not fit, which the engine refuses."""
-        sampling, fitting = request.sampling, num_fitting(self.spec, num_prompt_tokens, self._num_slots)
+        sampling, fitting = request.sampling, num_fitting(self.spec, num_prompt_tokens, self.engine.request_tokens)
         if not request.limit_is_default or sampling.max_tokens is None or sampling.max_tokens <= fitting:
             return sampling
         return with_fields(sampling, max_tokens=fitting if sampling.min_tokens <= fitting else None)

@@ -45,6 +45,7 @@ _UNKNOWN = ServiceState(
     draining=False,
     num_waiting=0,
     num_blocks=0,
+    request_tokens=0,
     stats=Stats(),
 )
 
@@ -110,6 +111,11 @@ class JoinedEngine:
     @property
     def num_blocks(self) -> int:
         return self._known.num_blocks
+
+    @property
+    def request_tokens(self) -> int:
+        """Tokens of the longest request, with its output."""
+        return self._known.request_tokens
 
     @property
     def guarded(self) -> bool:

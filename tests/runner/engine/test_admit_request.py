@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 
-from exeplan.core.models.model import model_spec
+from exeplan.core.batch import SequenceState
+from exeplan.core.models.model import load_model_spec, model_spec
+from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.runner.compute.tokens.sampling import SamplingParams
-from exeplan.runner.engine.admit_request import AdmissionError, admit_request
+from exeplan.runner.engine.admit_request import AdmissionError, admit_request, num_fitting
 from exeplan.runner.engine.requests import Request, RequestState
 from exeplan.runner.engine.tokenizer import Tokenizer
+from exeplan.scheduling.scheduler import Scheduler
 
 SIZES = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
 SPEC = model_spec(
@@ -24,7 +27,7 @@ def admit(
     prompt: Sequence[int], eos: Sequence[int] = (), *, tokenizer: Tokenizer = PLAIN, **sampling: Any
 ) -> RequestState:
     request = Request(request_id="1", prompt_token_ids=prompt, sampling=SamplingParams(**sampling))
-    return admit_request(request, spec=SPEC, tokenizer=tokenizer, eos_token_ids=eos, num_slots=64)
+    return admit_request(request, spec=SPEC, tokenizer=tokenizer, eos_token_ids=eos, most_tokens=64)
 
 
 class Uncopied(list[int]):
@@ -72,3 +75,15 @@ def test_each_choice_has_a_seed_of_its_own(seed: int | None) -> None:
     seeds = [SamplingParams(seed=seed).with_choice(number).seed for number in range(3)]
     wrapped = {None: [None] * 3, 7: [7, 8, 9], 2**63 - 1: [2**63 - 1, -(2**63), 1 - 2**63]}
     assert seeds == wrapped[seed]
+
+
+@pytest.mark.parametrize("model", ["demo", "t5-11b"])
+@pytest.mark.parametrize("most_tokens", [48, 64])
+def test_the_default_limit_fits_with_the_prompt_and_what_the_decoder_begins_with(model: str, most_tokens: int) -> None:
+    spec = load_model_spec(model)
+    num_prompt_tokens = 10 if spec.first_token_from_prefill else 11
+    longest = SequenceState(
+        request_id="1", num_prompt_tokens=num_prompt_tokens, max_output_tokens=num_fitting(spec, 10, most_tokens)
+    )
+    assert longest.num_prompt_tokens + longest.max_output_tokens == most_tokens
+    Scheduler(Schedule("orca", {"max_num_seqs": 2}), 4, pass_tokens=most_tokens).check(longest)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
+from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request, StepRecord
@@ -29,6 +30,7 @@ SCHEDULES = {
     "rra": Schedule("rra", {"prefill_batch": 3, "decode_steps": 4}),
     "das": Schedule("orca", {"max_num_seqs": 5}, "das"),
 }
+CHUNKED = Schedule("chunked", {"max_num_seqs": 5, "max_num_batched_tokens": 32})
 every_policy = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 BYTES = Tokenizer(ByteCodec())
 ONLY_LETTERS = {token_id: -100.0 for token_id in range(VOCAB) if not ord("a") <= token_id <= ord("z")}
@@ -247,6 +249,15 @@ def test_end_of_sequence_is_obeyed_ignored_or_put_off(model, tmp_path):
 def test_without_max_tokens_the_context_is_filled(runner):
     assert len(tokens(run(runner, [1] * 100, greedy(max_tokens=None)))) == CONTEXT - 100
     assert len(tokens(run(runner, [1] * 10, greedy(max_tokens=None), num_blocks=2))) == 32 - 10
+
+
+@pytest.mark.parametrize(("schedule", "most"), [(SCHEDULES["orca"], 48), (SCHEDULES["rra"], 48), (CHUNKED, CONTEXT)])
+def test_without_max_tokens_no_more_is_generated_than_one_pass_can_prefill(runner, schedule, most):
+    """Preempted, a request is prefilled with its output; a policy that cuts prompts has no such limit."""
+    executor = InProcessExecutor(runner, kv_budget=KVBudget(num_blocks=64, pass_tokens=48))
+    engine = Engine(executor, schedule, num_blocks=64)
+    engine.add(request("0", [5, 7], greedy(max_tokens=None)))
+    assert len(tokens(drain(engine)["0"])) == most - 2
 
 
 def test_logprobs_come_with_each_token(model, runner):

@@ -44,7 +44,7 @@ EVENT = Event(
 )
 events = st.one_of(
     st.builds(EngineDown, message=st.text()),
-    st.builds(EngineReady, num_blocks=st.integers(0, 2**63 - 1)),
+    st.builds(EngineReady, num_blocks=st.integers(0, 2**63 - 1), request_tokens=st.integers(0, 2**63 - 1)),
     st.just(EngineUp()),
     st.just(IterationDone(events=[EVENT], stats=Stats(num_running=1))),
 )
@@ -73,10 +73,10 @@ def test_a_message_larger_than_any_buffer_comes_whole():
 def test_an_asynchronous_reader_gets_the_same():
     async def read() -> list[object]:
         stream = asyncio.StreamReader()
-        stream.feed_data(frame(EngineUp()) + frame(EngineReady(num_blocks=3)))
+        stream.feed_data(frame(EngineUp()) + frame(EngineReady(num_blocks=3, request_tokens=48)))
         return [await ENGINE_EVENTS.read_from(stream) for _ in range(2)]
 
-    assert asyncio.run(read()) == [EngineUp(), EngineReady(num_blocks=3)]
+    assert asyncio.run(read()) == [EngineUp(), EngineReady(num_blocks=3, request_tokens=48)]
 
 
 def test_a_connection_that_ends_within_a_frame_has_ended():
@@ -86,15 +86,17 @@ def test_a_connection_that_ends_within_a_frame_has_ended():
 
 
 def test_a_float_of_numpy_is_a_float():
-    switched = PlanSwitched(number=1, num_blocks=2, seconds=np.float64(0.5), num_recomputed=0, num_carried=0)
+    switched = PlanSwitched(
+        number=1, num_blocks=2, request_tokens=32, seconds=np.float64(0.5), num_recomputed=0, num_carried=0
+    )
     assert ENGINE_EVENTS.read(io.BytesIO(frame(switched)).read) == switched
     with pytest.raises(TypeError, match="int64 is no part of a message"):
-        frame(EngineReady(num_blocks=np.int64(3)))
+        frame(EngineReady(num_blocks=np.int64(3), request_tokens=48))
 
 
 def test_a_number_that_no_message_holds_is_an_input_error():
     with pytest.raises(InputError, match="EngineReady holds an integer of more than 64 bits"):
-        frame(EngineReady(num_blocks=2**64))
+        frame(EngineReady(num_blocks=2**64, request_tokens=48))
 
 
 @pytest.mark.parametrize(

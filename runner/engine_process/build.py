@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.contract import is_number
+from exeplan.core.models.layer_costs import layer_parameters_used
 from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.pass_memory import MEMORY_UTILIZATION
 from exeplan.core.plan import Plan
@@ -20,8 +23,10 @@ from exeplan.core.profile import ReferencePass, load_profile
 from exeplan.core.schedule import needs_other_engine
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
+from exeplan.policies import load_policy, pass_limits, prefill_between_tokens
 from exeplan.progress import OnProgress, Progress, no_progress, note
 from exeplan.runner.ipc.messages import EngineOptions, EngineSetup, ModelSource, RaySetup
+from exeplan.scheduling.largest_passes import pass_sizes, with_finite_context
 
 if TYPE_CHECKING:
     from exeplan.runner.distributed.launcher import Launcher, OnLeft
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
     from exeplan.runner.engine.timeline import TimelineFile
 
 _DEADLINE_FACTOR, _LEAST_DEADLINE_SECONDS, _UNPLANNED_DEADLINE_SECONDS = 20.0, 5.0, 60.0
+_LARGEST_PASS_FACTOR = 5.0
+"""How many times as long as predicted the largest pass of all may take."""
 
 
 def engine_setup(
@@ -48,7 +55,8 @@ def engine_setup(
     `ray` says which cluster has the plan's devices; None where all of them are on this host.
 
     A batch may take `deadline_seconds` on any stage before its workers count as hanging; by default a multiple of the
-    prefill time that the plan predicts. Raises InputError for a plan of another engine's shape.
+    prefill time that the plan predicts, and of what the largest pass takes that requests may lead to. Raises InputError
+    for a plan of another engine's shape.
     """
     if needs_other_engine(plan.placement):
         raise InputError(
@@ -68,7 +76,7 @@ def engine_setup(
         ),
         gpu_memory_utilization=_utilization(plan),
         num_threads=plan.num_threads,
-        deadline_seconds=deadline_seconds or _deadline(plan),
+        deadline_seconds=deadline_seconds or _deadline(plan, spec),
         timeline=str(timeline) if timeline else None,
         capacity=plan.capacity,
         ray=ray,
@@ -98,11 +106,43 @@ def _utilization(plan: Plan) -> float | None:
     return plan.gpu_memory_utilization or MEMORY_UTILIZATION if plan.device == "cuda" else None
 
 
-def _deadline(plan: Plan) -> float:
+def _deadline(plan: Plan, spec: ModelSpec) -> float:
     estimate = plan.replay or plan.estimate
     if estimate is None:
         return _UNPLANNED_DEADLINE_SECONDS
-    return max(_DEADLINE_FACTOR * max(estimate.ttft, estimate.tpot), _LEAST_DEADLINE_SECONDS)
+    usual = max(_DEADLINE_FACTOR * max(estimate.ttft, estimate.tpot), _LEAST_DEADLINE_SECONDS)
+    stall: list[Any] = [plan.longest_stall.get(name) for name in ("seconds", "num_prompts", "num_tokens")]
+    if all(is_number(value) and value > 0 for value in stall):  # A policy may prefill nothing between two tokens.
+        return max(usual, _LARGEST_PASS_FACTOR * _largest_pass_seconds(plan, spec, *stall))
+    return usual if _cuts_prompts(plan, spec) else max(usual, _UNPLANNED_DEADLINE_SECONDS)
+
+
+def _cuts_prompts(plan: Plan, spec: ModelSpec) -> bool:
+    return prefill_between_tokens(plan.schedule).cuts and not spec.is_encoder_decoder
+
+
+def _largest_pass_seconds(plan: Plan, spec: ModelSpec, seconds: float, num_prompts: float, num_tokens: float) -> float:
+    """What the largest pass takes that requests may lead to, by what these prompts take with as many tokens in all: in
+    proportion to the tokens, and to what each is multiplied with, the tokens before it included."""
+    spec, limits = with_finite_context(spec), pass_limits(plan.schedule)
+    longest, slots = spec.max_context, engine_blocks(plan, spec) * BLOCK_SIZE
+    most = pass_sizes(spec, plan.schedule)[0]  # A GPU's cache may have more slots than planned, and has this limit.
+    if plan.device != "cuda":
+        longest, most = min(longest, slots), slots
+    if _cuts_prompts(plan, spec):
+        tokens = limits.tokens or most
+    else:
+        all_prompts = longest * (limits.prompts or most)
+        pads = load_policy(plan.schedule.policy).PADS_PROMPTS
+        tokens = all_prompts if pads and plan.device != "cuda" else min(all_prompts, most)
+        tokens = tokens if limits.tokens is None else min(tokens, max(limits.tokens, longest))
+    growth = tokens / num_tokens * _products(spec, longest) / _products(spec, num_tokens / num_prompts)
+    return seconds * max(growth, 1.0)
+
+
+def _products(spec: ModelSpec, context: float) -> float:
+    """Of one token in one layer: with the weights, and with the keys and values of as many tokens."""
+    return layer_parameters_used(spec) + 2 * spec.num_heads * spec.head_dim * context
 
 
 def open_launcher(
@@ -180,8 +220,6 @@ def build_executor(
 
 def _spec(setup: EngineSetup) -> ModelSpec:
     """The model, with a finite context where its KV cache is measured."""
-    from exeplan.scheduling.largest_passes import with_finite_context
-
     model = setup.model
     spec = model_spec(model.config, name=model.name, directory=Path(model.directory) if model.directory else None)
     return with_finite_context(spec) if setup.gpu_memory_utilization else spec

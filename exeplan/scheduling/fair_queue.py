@@ -1,8 +1,9 @@
 """Fair shares of one engine's work among its clients, by virtual token counters.
 
 Each client has a counter of the tokens that it was served, over its weight. Whenever a sequence may start, it is the
-oldest of the client with the lowest counter. A client that comes back after a pause is lifted to the lowest counter of
-those that are there, so that idleness earns nothing. With one client the order is that of arrival.
+oldest of the client with the lowest counter. A client that comes, or comes back after a pause, is lifted to the lowest
+counter of those that are there, or of those that were there last, so that idleness earns nothing. With one client the
+order is that of arrival.
 
     w_p   1   a prompt token, counted when the prompt is admitted
     w_q   2   an output token, counted when it is generated
@@ -54,6 +55,8 @@ class VirtualTokenCounters:
         """Of all clients; None where it is to be summed again. It is asked for many times a pass."""
         self._looked = -math.inf
         """When the clients that are gone were last looked for."""
+        self._lowest = 0.0
+        """The lowest counter of the clients that are present, or were last; it never falls."""
 
     @property
     def is_shared(self) -> bool:
@@ -79,9 +82,8 @@ class VirtualTokenCounters:
         known.weight, known.seen = sequence.client_weight, None
         self._total_weight = None
         if self.is_shared:
-            others = {one.client for one in present}
-            if others and sequence.client not in others:
-                known.served = max(known.served, min(self.served(name) for name in others))
+            self._note_lowest({one.client for one in present})
+        known.served = max(known.served, self._lowest)  # Of those that are present, none is below that.
 
     def charge(self, sequence: ClientSequence, tokens: float) -> None:
         """Counts tokens of this sequence, already weighed by their kind; of a single client nothing is counted."""
@@ -90,7 +92,9 @@ class VirtualTokenCounters:
 
     def look(self, present: Iterable[ClientSequence], now: float) -> None:
         """Notes which clients are present, and forgets those that were not for `LINGER_SECONDS`."""
-        for name in {one.client for one in present}:
+        names = {one.client for one in present}
+        self._note_lowest(names)
+        for name in names:
             if client := self._clients.get(name):
                 client.seen = now
         if now - self._looked < LOOK_SECONDS:
@@ -101,6 +105,9 @@ class VirtualTokenCounters:
                 client.seen = now
             elif now - client.seen >= LINGER_SECONDS:
                 del self._clients[name]
+
+    def _note_lowest(self, present: Iterable[str]) -> None:
+        self._lowest = max(self._lowest, min((self.served(name) for name in present), default=0.0))
 
     def share(self, client: str) -> float:
         """The client's part of everything, 0 to 1, by the weights of all."""

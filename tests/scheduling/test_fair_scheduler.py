@@ -198,6 +198,41 @@ def test_idleness_earns_nothing() -> None:
     assert abs(tokens["a"] - tokens["b"]) <= 20
 
 
+def test_a_client_that_comes_while_none_is_there_is_not_ahead_of_those_that_were() -> None:
+    """a and b had the same, and return in the minute in which their counters are kept."""
+    scheduler = fair(Schedule("orca", {"max_num_seqs": 2}))
+    for number in range(50):
+        for client in "ab":
+            scheduler.add(sequence(f"{client}{number}", 5, 10, client))
+    while scheduler.has_work:
+        run(scheduler)
+    for number in range(100):
+        scheduler.add(sequence(f"c{number}", 5, 10, "c"))
+    for number in range(10):
+        scheduler.add(sequence(f"again{number}", 5, 10, "a"))
+    tokens = Counter(client for _ in range(100) for client in run(scheduler))
+    assert abs(tokens["a"] - tokens["c"]) <= 20
+
+
+def test_a_client_that_is_alone_for_a_while_is_not_ahead_of_the_next() -> None:
+    """Those before it, whose counters had grown, are forgotten."""
+    now = [0.0]
+    scheduler = fair(Schedule("orca", {"max_num_seqs": 2}), clock=lambda: now[0])
+    for number in range(50):
+        for client in "ab":
+            scheduler.add(sequence(f"{client}{number}", 5, 10, client))
+    while scheduler.has_work:
+        run(scheduler)
+    now[0] = 2 * LINGER_SECONDS
+    for client in "cd":
+        for number in range(50):
+            scheduler.add(sequence(f"{client}{number}", 5, 10, client))
+        run(scheduler)
+        now[0] += LINGER_SECONDS
+    tokens = Counter(client for _ in range(100) for client in run(scheduler))
+    assert abs(tokens["c"] - tokens["d"]) <= 20
+
+
 def test_the_client_that_holds_the_most_gives_up_its_youngest() -> None:
     """The flood's outputs grow out of the cache; the polite sequence, the youngest of all, stays."""
     scheduler = fair(Schedule("rra", {"prefill_batch": 8, "decode_steps": 100}), num_blocks=12)

@@ -271,11 +271,17 @@ class EngineClient:
     def stall(self) -> str | None:
         """How long there has been work and no iteration, where that is longer than an iteration may take; else None."""
         silent = time.monotonic() - self._progress
-        return f"no iteration for {silent:.0f} s" if self._jobs and silent > self._setup.deadline_seconds else None
+        late = silent > self._setup.deadline_seconds and self._has_work
+        return f"no iteration for {silent:.0f} s" if late else None
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether a sequence has not finished; jobs whose answers are still being read are none for the engine."""
+        return any(job.open for job in self._jobs.values())
 
     def reserve(self, count: int) -> Job:
         """A job of `count` sequences, which has its places in the queue from now on."""
-        if not self._jobs:
+        if not self._has_work:
             self._progress = time.monotonic()
         job_id = str(next(self._numbers))
         request_ids = tuple(f"{job_id}-{index}" for index in range(count))
@@ -319,7 +325,7 @@ class EngineClient:
         other._take_over(job)
 
     def _take_over(self, job: Job) -> None:
-        if not self._jobs:
+        if not self._has_work:
             self._progress = time.monotonic()
         self._jobs[job.job_id] = job
         self.num_waiting += len(job.waiting)

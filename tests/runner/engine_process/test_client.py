@@ -191,6 +191,28 @@ def test_requests_wait_for_a_restart_only_if_loading_was_short(monkeypatch) -> N
     asyncio.run(run())
 
 
+def test_an_engine_with_nothing_left_to_do_is_not_stalled_by_a_client_that_reads_slowly() -> None:
+    async def run() -> None:
+        engine = EngineClient(setup())
+        engine.submit(slow := engine.reserve(1), [prompt()])
+        engine._progress -= 2 * setup().deadline_seconds
+        assert "no iteration for" in (engine.stall or "")
+        engine._deliver(last_event(slow.request_ids[0]))
+        assert (engine.stall, engine.num_jobs, engine.num_sequences) == (None, 1, 0)
+        engine.reserve(1)  # Only from now on there is work.
+        assert engine.stall is None
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def last_event(request_id: str) -> Event:
+    return Event(
+        request_id=request_id, token_ids=[1], text="a", finish_reason="length", first=True, arrival=0.0, start=0.0,
+        time=0.0, num_prompt_tokens=1,
+    )  # fmt: skip
+
+
 async def tokens(job: Job, events: Sequence[Event]) -> list[int]:
     """All tokens of a job, with those of events that have been taken."""
     found = list(events)

@@ -334,5 +334,7 @@ def error_response(error: RequestError) -> JSONResponse:
         headers["www-authenticate"] = "Bearer"
     if error.code != "deadline_exceeded" and (error.status in (408, 413, 431) or error.code in ("busy", AMBIGUOUS)):
         headers["connection"] = "close"
+    if error.code == "deadline_exceeded" or error.status in (500, 504):
+        headers["x-should-retry"] = "false"  # OpenAI's clients would send it twice more.
     kind = ClosingResponse if error.status in (413, 431) else JSONResponse
     return kind(error.body(), status_code=error.status, headers=headers)

@@ -5,6 +5,9 @@ import concurrent.futures
 import openai
 import pytest
 
+from exeplan.runner.server.network.connection import error_response
+from exeplan.runner.server.openai.errors import RequestError
+
 from .conftest import CONTEXT
 
 PROMPT = "the quick brown"
@@ -16,6 +19,28 @@ def greedy(client, prompt=PROMPT, *, max_tokens=8, ignore_eos=True, **options):
     return client.completions.create(
         model="tiny", prompt=prompt, temperature=0, max_tokens=max_tokens, extra_body=extra, **options
     )
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "again"),
+    [
+        (408, "deadline_exceeded", "false"),
+        (500, None, "false"),
+        (504, "timeout", "false"),
+        (408, None, None),
+        (429, "queue_full", None),
+        (503, "unavailable", None),
+    ],
+)
+def test_the_client_is_told_not_to_repeat_what_would_be_computed_anew(status, code, again):
+    """It sends again what is answered 408, 429 or 500 and above, unless the answer says otherwise."""
+    response = error_response(RequestError("why", status=status, code=code))
+    assert response.headers.get("x-should-retry") == again
+
+
+def test_a_request_that_has_expired_is_not_sent_again(server):
+    reply = server.complete({"prompt": "a", "max_tokens": 4, "deadline": 1e-9})
+    assert (reply.status, reply.headers["x-should-retry"]) == (408, "false")
 
 
 def test_lists_the_model_it_serves(client):

@@ -43,9 +43,9 @@ AT_ONCE = 2048
 _SPARE_FILES = 64
 AFTER_CUT = 1.0
 """Seconds after the end of a run that was cut at which its records have the tokens that were not seen."""
-_BAD, _EXPIRED, _FULL = 400, 408, 429
-"""The status of a request that asks for what cannot be, of one that had not begun by its deadline, and of one for which
-there is no room."""
+_BAD, _EXPIRED, _FULL, _UNKNOWN = 400, 408, 429, 422
+"""The status of a request that asks for what cannot be, of one that had not begun by its deadline, of one for which
+there is no room, and of one with a field that some servers do not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +139,8 @@ class _InFlight:
     arrival: float
     start: float = 0.0
     token_times: list[float] = field(default_factory=list)
+    num_tokens: int | None = None
+    """Of the output, as the server says; None for as many as were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +340,8 @@ async def play_url(
 
     Without streaming, tokens are spread evenly between the first and the last one of the server's `timing`. A prefill
     starts at the first token minus the prefill time in the `timing` of exeplan's server; for other servers it starts at
-    the arrival, so that the wait is included.
+    the arrival, so that the wait is included. Answers with fewer tokens than asked for, by the server's `usage`, count
+    with those, which is noted.
     """
     import aiohttp
 
@@ -347,7 +350,7 @@ async def play_url(
     if waits_here and (few := _connections(at_once)) < at_once:
         note([f"{few} of these requests are sent at a time, as no more files may be open here (ulimit -n)"])
         at_once = few
-    gate, began = _Gate(at_once), time.perf_counter()
+    gate, began, usage = _Gate(at_once), time.perf_counter(), _UsageOfStreams()
     asked = f"{server_root(url)}/v1/completions"
     connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=trusting(tls_ca))
     timeout = aiohttp.ClientTimeout(total=None)
@@ -357,11 +360,12 @@ async def play_url(
             if load.arrivals is not None:
                 await asyncio.sleep(max(0.0, float(load.arrivals[index]) - (time.perf_counter() - began)))
             body = {**_completion(load, index, model=model, vocab_size=vocab_size), "stream": stream}
-            play = _stream if stream else _whole
             while True:
                 try:
                     async with gate:
-                        return await play(client, asked, body, load, index, began)
+                        if stream:
+                            return await usage.play(client, asked, body, load, index, began)
+                        return await _whole(client, asked, body, load, index, began)
                 except _RefusedError as refusal:
                     if not (waits_here and gate.inside):  # Nothing of this load would make room.
                         raise InputError(str(refusal)) from None
@@ -373,11 +377,25 @@ async def play_url(
             raise InputError(f"{asked} does not answer: {error or type(error).__name__}") from None
     if gate.limit < at_once:
         note([f"the server took {gate.limit} of these requests at a time and refused more; the others waited here"])
+    note(_shorter(records, load))
     return records
 
 
+def _shorter(records: Sequence[RequestRecord], load: Load) -> list[str]:
+    """A sentence on answers that ended before they had the tokens that were asked for; none where all have them."""
+    pairs = zip(records, load.output_tokens.tolist(), strict=True)
+    found = [(len(r.token_times), asked) for r, asked in pairs if 0 < len(r.token_times) < asked]
+    if not found:
+        return []
+    tokens, asked = map(sum, zip(*found, strict=True))
+    return [
+        f"{len(found)} of {len(records)} answers were shorter than asked, {tokens:,} of {asked:,} tokens in all: the "
+        "server ends them in spite of ignore_eos, and figures count the tokens that came"
+    ]
+
+
 class BadRequestError(InputError):
-    """A server refused a request for what it asks (400)."""
+    """A server refused a request for what it asks (400, 422)."""
 
 
 class _RefusedError(Exception):
@@ -443,17 +461,39 @@ async def _whole(
 ) -> RequestRecord:
     request = _InFlight(arrival=time.perf_counter() - began)
     async with client.post(url, json=body) as response:
-        answer = await response.json(content_type=None)
+        text = await response.text(errors="replace")
         if response.status == _EXPIRED and load.deadlines is not None:
             return _record(load, index, request, expired=True)
-        _check(response.status, str(answer), index)
-    now, timing = time.perf_counter() - began, answer.get("timing")
-    request.start, first = request.arrival, now
-    if timing:
+        _check(response.status, text, index)
+    answer = _parsed(text, index)
+    if not answer.get("choices"):
+        raise _senseless(text, index)
+    now = time.perf_counter() - began
+    request.start, first, request.num_tokens = request.arrival, now, _num_tokens(answer)
+    if timing := _timing(answer):
         request.start = now - (timing["e2e_s"] - timing["queue_s"])
         first = now - (timing["e2e_s"] - timing["ttft_s"])
     request.token_times = [first, now] if load.output_tokens[index] > 1 else [first]
     return _record(load, index, request)
+
+
+class _UsageOfStreams:
+    """Streams with the number of tokens in their last chunk, as far as the server knows `stream_options`."""
+
+    def __init__(self) -> None:
+        self._options: dict[str, Any] = {"stream_options": {"include_usage": True}}
+
+    async def play(
+        self, client: "aiohttp.ClientSession", url: str, body: dict[str, Any], load: Load, index: int, began: float
+    ) -> RequestRecord:
+        if self._options:
+            try:
+                return await _stream(client, url, {**body, **self._options}, load, index, began)
+            except BadRequestError:
+                pass
+        record = await _stream(client, url, body, load, index, began)
+        self._options = {}
+        return record
 
 
 async def _stream(
@@ -465,16 +505,18 @@ async def _stream(
         if response.status == _EXPIRED and load.deadlines is not None:
             return _record(load, index, request, expired=True)
         if response.status != 200:
-            _check(response.status, await response.text(), index)
+            _check(response.status, await response.text(errors="replace"), index)
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise InputError(f"request {index} failed: {event['error'].get('message', event['error'])}")
+            event = _parsed(line[6:].decode(errors="replace"), index)
+            if error := event.get("error"):
+                message = error.get("message", error) if isinstance(error, dict) else error
+                raise InputError(f"request {index} failed: {str(message)[:200]}")
             if event.get("choices"):
                 request.token_times.append(time.perf_counter() - began)
-            if timing := event.get("timing"):
+            request.num_tokens = _num_tokens(event) or request.num_tokens
+            if timing := _timing(event):
                 prefill_seconds = timing["ttft_s"] - timing["queue_s"]
     request.start = request.arrival
     if prefill_seconds is not None and request.token_times:
@@ -482,17 +524,47 @@ async def _stream(
     return _record(load, index, request)
 
 
+def _parsed(text: str, index: int) -> dict[str, Any]:
+    """An answer, or a chunk of one."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        raise _senseless(text, index) from None
+    if not isinstance(answer, dict):
+        raise _senseless(text, index)
+    return answer
+
+
+def _senseless(text: str, index: int) -> InputError:
+    return InputError(f"request {index} was answered with something else than a completion: {text.strip()[:200]!r}")
+
+
+def _num_tokens(answer: dict[str, Any]) -> int | None:
+    """Of the output; None where the server does not say."""
+    usage = answer.get("usage")
+    found = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def _timing(answer: dict[str, Any]) -> dict[str, float] | None:
+    """Of exeplan's server; None of others."""
+    timing = answer.get("timing")
+    return timing if isinstance(timing, dict) and {"queue_s", "ttft_s", "e2e_s"} <= set(timing) else None
+
+
 def _check(status: int, answer: str, index: int) -> None:
     if status == 200:
         return
     sentence = f"request {index} was answered {status}: {answer[:200]}"
-    kinds: dict[int, type[Exception]] = {_BAD: BadRequestError, _FULL: _RefusedError}
+    kinds: dict[int, type[Exception]] = {_BAD: BadRequestError, _UNKNOWN: BadRequestError, _FULL: _RefusedError}
     raise kinds.get(status, InputError)(sentence)
 
 
 def _record(load: Load, index: int, request: _InFlight, *, expired: bool = False) -> RequestRecord:
     patience = load.deadline(index)
-    spread = () if expired else _spread(request.token_times, int(load.output_tokens[index]))
+    asked = int(load.output_tokens[index])
+    num_tokens = asked if request.num_tokens is None else min(max(request.num_tokens, 1), asked)
+    spread = () if expired else _spread(request.token_times, num_tokens)
     return RequestRecord(
         input_tokens=int(load.input_tokens[index]),
         arrival=request.arrival,

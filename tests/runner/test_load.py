@@ -1,8 +1,10 @@
 """A load is played as drawn: every request gets its tokens, in all three kinds of load and on both clocks."""
 
 import asyncio
+import json
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -201,3 +203,81 @@ def test_where_few_files_may_be_open_it_is_said(
 def test_a_refusal_that_no_request_of_the_load_explains_is_told(room: int, load: Load) -> None:
     with pytest.raises(InputError, match="was answered 429"):
         play(room, load)
+
+
+CHUNK = b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def usage(num_tokens: int) -> bytes:
+    return b'data: {"choices": [], "usage": {"completion_tokens": %d}}\n\n' % num_tokens
+
+
+def play_on(
+    answer: Callable[[dict[str, Any]], tuple[int, bytes]], *, stream: bool = True, num_requests: int = 2
+) -> list[RequestRecord]:
+    """Requests of 8 tokens, one after the other, on a server that answers a body so."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"(?i)content-length: (\d+)", head)
+        assert length
+        status, body = answer(json.loads(await reader.readexactly(int(length[1]))))
+        writer.write(b"HTTP/1.1 %d Status\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+        await writer.drain()
+        writer.close()
+
+    async def run() -> list[RequestRecord]:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            load = Load(input_tokens=np.full(num_requests, 3), output_tokens=np.full(num_requests, 8), concurrency=1)
+            return await play_url(url, load, model="m", vocab_size=50, stream=stream)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_ended_early_counts_with_the_tokens_that_came(
+    stream: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = b'{"choices": [{"text": "aa"}], "usage": {"completion_tokens": 5}}'
+    records = play_on(lambda body: (200, 2 * CHUNK + usage(5) + DONE if stream else whole), stream=stream)
+    assert [record.output_tokens for record in records] == [5, 5]
+    told = capsys.readouterr().err
+    assert told.startswith("note: 2 of 2 answers were shorter than asked, 10 of 16 tokens in all: ")
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_server_that_knows_no_usage_of_streams_is_asked_without(
+    status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def answer(body: dict[str, Any]) -> tuple[int, bytes]:
+        asked.append("stream_options" in body)
+        return (status, b"no field stream_options") if asked[-1] else (200, 4 * CHUNK + DONE)
+
+    records = play_on(answer)
+    assert (asked, [record.output_tokens for record in records]) == ([True, False, False], [8, 8])
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "stream", "sentence"),
+    [
+        (200, b"<html>a proxy</html>", False, "request 0 was answered with something else than a completion: '<html>a"),
+        (200, b'["a"]', False, "request 0 was answered with something else than a completion"),
+        (200, b'{"error": "late"}', False, "request 0 was answered with something else than a completion"),
+        (502, b"<html>a proxy</html>", False, "request 0 was answered 502: <html>a proxy</html>"),
+        (502, b"<html>a proxy</html>", True, "request 0 was answered 502: <html>a proxy</html>"),
+        (400, b"\xff", True, "request 0 was answered 400: \ufffd"),
+        (200, b'data: {"error": "out of memory"}\n\n', True, "request 0 failed: out of memory"),
+        (200, b'data: {"error": {"message": "gone"}}\n\n', True, "request 0 failed: gone"),
+        (200, b"data: {half\n\n", True, "request 0 was answered with something else than a completion"),
+        (200, b"<html>a proxy</html>", True, "a request was answered without any token"),
+    ],
+)
+def test_an_answer_that_is_none_is_said_in_one_sentence(status: int, body: bytes, stream: bool, sentence: str) -> None:
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        play_on(lambda _: (status, body), stream=stream, num_requests=1)

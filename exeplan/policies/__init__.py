@@ -66,6 +66,11 @@ def sampled_evenly(schedule: Schedule) -> bool:
     return not getattr(load_policy(schedule.policy), "ALIKE_TOGETHER", False)
 
 
+def reserves(schedule: Schedule) -> bool:
+    """Whether a request takes KV blocks for its whole output when it begins, as its policy says."""
+    return bool(getattr(load_policy(schedule.policy), "RESERVES", False))
+
+
 def policy_reference(text: str) -> str:
     """How a schedule names the policy that a user names: a file by its absolute path, others as they are.
 

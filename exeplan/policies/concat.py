@@ -53,6 +53,7 @@ KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
 PADS_PROMPTS = False
 FOR_DEADLINES = True
+RESERVES = True
 
 _SLOTS = (1, 4)
 """Slots a row that the search tries: pure rows, and rows that are cut."""

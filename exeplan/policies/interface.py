@@ -281,6 +281,9 @@ class Policy(Protocol):
     ALIKE_TOGETHER: bool
     """Requests of like lengths go together. Of a sample that covers both lengths evenly its batches are more even than
     chance makes them, so that its requests are drawn at random. A policy may leave this out."""
+    RESERVES: bool
+    """A request takes KV blocks for its whole output when it begins, so that none is preempted: outputs without a limit
+    of their own leave room for few. A policy may leave this out, which says no."""
     SPLIT_BY: str
     """How many GPUs prefill where stages are separate: in proportion to `time`, or so that `memory` is even."""
 
@@ -347,9 +350,8 @@ class Policy(Protocol):
 
 def missing_members(module: ModuleType) -> tuple[str, ...]:
     """What a module lacks to be a policy. `SPLIT_BY` matters with separate stages only, some functions never."""
-    optional = {"ALIKE_TOGETHER", "ENGINE", "enlarged", "groups_used", "prefill_between_tokens", "repeats"} | (
-        {"token_limits"} if getattr(module, "SEPARATE_STAGES", False) else {"token_limits", "SPLIT_BY"}
-    )
+    optional = {"ALIKE_TOGETHER", "ENGINE", "RESERVES", "enlarged", "groups_used", "prefill_between_tokens", "repeats"}
+    optional |= {"token_limits"} if getattr(module, "SEPARATE_STAGES", False) else {"token_limits", "SPLIT_BY"}
     return tuple(name for name in _members() if name not in optional and not hasattr(module, name))
 
 

@@ -34,6 +34,7 @@ KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = False
 PADS_PROMPTS = False
 FOR_DEADLINES = False
+RESERVES = True
 
 _POINTS = 9
 """Points of the prompt-length law at which the time of a pass is spread."""

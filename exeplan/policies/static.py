@@ -24,6 +24,7 @@ KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
 PADS_PROMPTS = True
 FOR_DEADLINES = False
+RESERVES = True
 
 start = _rounds.start
 

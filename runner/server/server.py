@@ -14,6 +14,7 @@ from pathlib import Path
 
 from msgspec.structs import replace as with_fields
 
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan, as_json, single_plans
 from exeplan.core.profile import ReferencePass, load_profile
@@ -45,7 +46,7 @@ from exeplan.runner.server.options import ServeOptions
 from exeplan.runner.server.read_again import read_again
 from exeplan.runner.server.routes import build_app, build_views
 from exeplan.runner.server.scaler import Limits, Scaler, limits_of
-from exeplan.runner.server.service import Service, summary
+from exeplan.runner.server.service import Service, few_at_once, summary
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,9 @@ def serve(
             def ready() -> None:
                 line = summary(service, url)
                 _announce(line, options)
+                num_slots = engine.num_blocks * BLOCK_SIZE
+                if sentence := few_at_once(plan, request_tokens=service.max_context, num_slots=num_slots):
+                    log.warning("%s", sentence)
                 notify(READY="1", STATUS=line)
                 if front_ends:
                     front_ends.start()

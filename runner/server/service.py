@@ -18,8 +18,9 @@ from msgspec.structs import replace as with_fields
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.models.model import ModelSpec
-from exeplan.core.plan import Plan
+from exeplan.core.plan import Plan, single_plans
 from exeplan.drift import state as drift_state
+from exeplan.policies import pass_limits, reserves
 from exeplan.runner.engine.admit_request import num_fitting
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.build import model_source
@@ -377,6 +378,21 @@ class Service:
             self.metrics.dropped(request_id)
         self.clients.end(job)
         self.engine.release(job)
+
+
+def few_at_once(plan: Plan, *, request_tokens: int, num_slots: int) -> str:
+    """That requests without max_tokens, each of which may have `request_tokens`, leave seats of the plan empty, in KV
+    caches of `num_slots` tokens; '' where they do not."""
+    fitting = max(num_slots // request_tokens, 1)
+    for one in single_plans(plan):
+        seats = pass_limits(one.schedule).decode_rows
+        if seats and seats > fitting and reserves(one.schedule):
+            return (
+                f"{one.schedule.policy} reserves KV cache for the longest output that a request may have: of those "
+                f"without max_tokens {fitting} run at a time in place of {seats}; have clients send max_tokens, or "
+                "plan a policy that does not reserve, such as rra or chunked"
+            )
+    return ""
 
 
 def summary(service: Service, url: str) -> str:

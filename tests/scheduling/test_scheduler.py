@@ -4,6 +4,7 @@ import pytest
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
 from exeplan.core.schedule import Schedule
+from exeplan.policies import reserves
 from exeplan.scheduling.scheduler import Scheduler
 
 ORDERS = ("fcfs", "sjf", "edf", "das")
@@ -73,3 +74,24 @@ def test_a_request_may_begin_at_its_very_deadline() -> None:
     assert names(tuple(scheduler.expire(2.0))) == "a"
     assert names(tuple(scheduler.waiting)) == "b"
     assert names(tuple(scheduler.expire(2.0 + 1e-9))) == "b"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reserved"),
+    [
+        (Schedule("orca", {"max_num_seqs": 4}), True),
+        (Schedule("static", {"batch_size": 4}), True),
+        (Schedule("turbo", {"batch_size": 4}), True),
+        (Schedule("concat", {"rows": 2, "row_tokens": 80}), True),
+        (rra(2), False),
+        (Schedule("chunked", {"max_num_seqs": 4, "max_num_batched_tokens": 64}), False),
+    ],
+    ids=lambda value: getattr(value, "policy", None),
+)
+def test_a_policy_that_reserves_starts_no_more_than_the_cache_holds_to_their_ends(
+    schedule: Schedule, reserved: bool
+) -> None:
+    """Two of 8 blocks each at their full length, of which there are 10, and of one block in the beginning."""
+    scheduler = scheduler_of(schedule, *(sequence(name, 10, 110) for name in "ab"), num_blocks=10)
+    assert names(run(scheduler).prefill) == ("a" if reserved else "ab")
+    assert reserves(schedule) == reserved

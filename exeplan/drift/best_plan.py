@@ -17,6 +17,7 @@ import numpy as np
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.bounds import scaled, share_of_requests, utilizations
 from exeplan.core.plan import Plan
+from exeplan.core.schedule import Estimate
 from exeplan.drift.evidence import tail_within
 from exeplan.drift.length_monitor import Observed
 from exeplan.errors import Infeasible
@@ -24,6 +25,7 @@ from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.choice.pipelines import Effort
 from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.problems.problem import Problem
+from exeplan.planner.problems.replicas import together
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.workload import Workload
 
@@ -59,8 +61,8 @@ def best_plan(
 ) -> Found:
     """The best plan for the observed law on the devices of the active one, `plan`.
 
-    The problem is that of one replica, and all replicas get its plan, which has no headroom yet. Raises InputError;
-    Infeasible where no plan fits or sustains the rate under any bounds.
+    The problem is that of one replica, and all replicas get its plan, which has the figures of all together and no
+    headroom yet. Raises InputError; Infeasible where no plan fits or sustains the rate under any bounds.
     """
     share = share_of_requests(problem.bound.metric) or 0.99
     law = cautious(observed, problem.workload, share=share, confidence=confidence)
@@ -85,8 +87,14 @@ def best_plan(
         trace_arrivals=False,
         workload=None,
         kv_cache_tokens=_kv_cache_tokens(plan, found.plan, replace(problem, workload=law)),
+        estimate=_of_all(found.plan.estimate, plan),
+        replay=_of_all(found.plan.replay, plan),
     )
     return replace(found, plan=made)
+
+
+def _of_all(figures: Estimate | None, plan: Plan) -> Estimate | None:
+    return None if figures is None else together([figures], [plan.num_replicas])
 
 
 def tightest(problem: Problem, make: Callable[[Problem], Plan]) -> Found:

@@ -88,15 +88,18 @@ class GroupWatch:
             watch.vetoed(now=now)
 
     def look(self, now: float, *, predict: bool = True) -> tuple[DriftState, Proposal | None]:
-        """See `Watch.look`: the first group's state without a proposal, else that of the group which it is for."""
+        """See `Watch.look`: the first group's state without a proposal, else that of the group which it is for, but for
+        the prediction, which is of all replicas."""
         states = []
         for number, watch in enumerate(self._watches):
             state, proposal = watch.look(now, predict=predict)
             if proposal:
                 self._proposed = number, proposal
-                return state, self._of_all(number, proposal)
+                whole = self._of_all(number, proposal)
+                return replace(state, predicted=whole.old), whole
             states.append(state)
-        return states[0], None
+        first = states[0]
+        return replace(first, predicted=first.predicted and self._estimate(self.plan)), None
 
     def _of_all(self, number: int, proposal: Proposal) -> Proposal:
         """The proposal of a group as one of the whole plan."""

@@ -36,6 +36,7 @@ from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.optimize import resolve_policies
 from exeplan.planner.problems.headroom import with_headroom
 from exeplan.planner.problems.problem import Problem
+from exeplan.planner.problems.replicas import together
 from exeplan.policies import engine_of, load_policy, policy_names
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.workload import Workload
@@ -47,7 +48,7 @@ _LONGEST = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A better plan for the observed law, which both estimates are of."""
+    """A better plan for the observed law, which both estimates are of; these are of all replicas together."""
 
     plan: Plan
     workload: Workload
@@ -207,7 +208,7 @@ class Watch:
             self._best_gain, self._missed, self._verdict = None, None, f"no other plan: {refusal}"
             return None
         found = best.plan
-        new = problem.at(found.placement).estimate(found.schedule)
+        new = together([problem.at(found.placement).estimate(found.schedule)], [found.num_replicas])
         self._best_gain = new.throughput / kept.throughput - 1 if kept else math.inf
         self._missed = best.missed if best.missed > 1 else None
         cost = moving_seconds(problem, self.plan, found)
@@ -300,9 +301,10 @@ def _policies(problem: Problem, plan: Plan) -> tuple[str, ...]:
 
 
 def _consequence(problem: Problem, plan: Plan) -> tuple[Estimate | None, float | None]:
-    """The plan's estimate and the utilization of its binding bound; None where it cannot sustain the rate."""
+    """The estimate of all the plan's replicas, which are equal, and the utilization of its binding bound; None where
+    they cannot sustain the rate."""
     try:
-        kept = problem.estimate(plan.schedule)
+        kept = together([problem.estimate(plan.schedule)], [plan.num_replicas])
     except Infeasible:
         return None, None
     return kept, _share(problem, kept)

@@ -64,6 +64,12 @@ def test_each_group_is_mended_on_its_own(plan, problem):
         assert one.plan.router == before.router
         assert parse_plan(as_json(one.plan)).groups == one.plan.groups
         assert "of 3 replicas)" in one.reason
+    for (state, one), before in zip(found[:2], [plan, found[0][1].plan], strict=True):
+        number = 0 if one.plan.groups[0].schedule != before.schedule else 1
+        law = replace(problem, workload=one.workload)
+        changed_group = one.plan.groups[number]
+        assert changed_group.capacity == pytest.approx(law.estimate(changed_group.schedule).throughput)
+        assert state.predicted == one.old
     assert found[1][1].new.latency <= BOUND < found[0][1].old.latency
     assert found[1][1].new.throughput > found[0][1].new.throughput / 3
 

@@ -9,7 +9,7 @@ import pytest
 
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
-from exeplan.core.schedule import Schedule, Stage
+from exeplan.core.schedule import ROUTERS, Schedule, Stage
 from exeplan.drift.best_plan import cautious, tightest
 from exeplan.drift.histograms import lengths_of
 from exeplan.drift.length_monitor import LengthMonitor
@@ -21,6 +21,7 @@ from exeplan.errors import Infeasible
 from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import load_plan
 from exeplan.planner.problems.problem import make_problem
+from exeplan.planner.problems.replicas import together
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.workload import Trace, Workload
 
@@ -93,6 +94,31 @@ def test_without_predictions_the_decisions_are_the_same(plan, problem):
     assert full == bare != []
     assert [look.state.measure for look in runs[0]] == [look.state.measure for look in runs[1]]
     assert any(one.state.predicted and not other.state.predicted for one, other in zip(*runs, strict=True))
+
+
+def test_figures_of_a_replan_of_equal_replicas_are_of_all_of_them(plan, problem):
+    def found(num_replicas: int):
+        several = replace(plan, replicas=tuple(range(num_replicas)), router=ROUTERS[0] if num_replicas > 1 else None)
+        watch = Watch(several, problem, rules=Rules(every=4.0, looks=1), policies=POLICIES)
+        trace = draw(1200, 3, scale=1.6)
+        rows = zip(trace.inputs.tolist(), trace.outputs.tolist(), strict=True)
+        watch.note([RequestLengths(float(n), i, o, True) for n, (i, o) in enumerate(rows)], [])
+        state, proposal = watch.look(1300.0)
+        assert state.predicted == proposal.old
+        assert proposal.plan.estimate == proposal.new
+        return proposal
+
+    one, four = found(1), found(4)
+    assert four.plan.replicas == (0, 1, 2, 3)
+    assert four.plan.schedule == one.plan.schedule
+    for both in (
+        (one.old, four.old),
+        (one.new, four.new),
+        (one.plan.replay, four.plan.replay),
+    ):
+        assert both[1] == together([both[0]], [4])
+        assert both[1].throughput == pytest.approx(4 * both[0].throughput)
+    assert four.reason == one.reason
 
 
 def test_nor_where_the_plan_was_made_from_few_requests(profile):

@@ -73,6 +73,8 @@ class GroupWatch:
             return
         assert self._proposed is not None
         number, own_proposal = self._proposed
+        for watch in self._watches:
+            watch.dwell(now=now)
         self._watches[number].adopted(own_proposal, now=now)
         self.plan = proposal_or_plan.plan
 

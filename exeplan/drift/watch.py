@@ -95,7 +95,10 @@ class Watch:
         self.policies = policies or _policies(problem, plan)
         self._basis = _Basis.of(problem.workload)
         self._planned = self._basis
-        self._agreeing, self._last_replan = 0, -math.inf
+        self._agreeing, self._dwells_from = 0, -math.inf
+        self._active_from: float | None = -math.inf
+        """From when on requests start under the active plan for certain: a look after its adoption; None before that
+        look."""
         self._told: Observed | None = None
         self._best_gain: float | None = None
         self._missed: float | None = None
@@ -131,7 +134,12 @@ class Watch:
             self._problem = self._problem.at(self.plan.placement)
             self._planned = self._basis
             self._verdict = self._unkept(self.problem)  # The reason to move was about the plan that is gone.
-        self._last_replan, self._agreeing, self._best_gain = now, 0, None
+        self._active_from, self._agreeing, self._best_gain = None, 0, None
+        self.dwell(now=now)
+
+    def dwell(self, *, now: float) -> None:
+        """There is no proposal for a dwell time."""
+        self._dwells_from = now
 
     def is_no_better(self, proposal: Proposal, earlier: Plan) -> bool:
         """Whether it is an earlier one, or that keeps the bounds under these lengths, too, and serves as much to within
@@ -145,13 +153,16 @@ class Watch:
 
     def vetoed(self, *, now: float) -> None:
         """The last proposal was vetoed: there is no other for a dwell time."""
-        self._last_replan, self._agreeing = now, 0
+        self._agreeing = 0
+        self.dwell(now=now)
 
     def look(self, now: float, *, predict: bool = True) -> tuple[DriftState, Proposal | None]:
         """The state now, and a better plan where a search is due and finds one.
 
         Without `predict` the state lacks `predicted` and `bound_share` at a look that does not search.
         """
+        if self._active_from is None:
+            self._active_from = now
         observed = self.monitor.observe()
         if observed is None or observed.size < self.rules.least_requests:
             size = observed.size if observed else 0.0
@@ -187,7 +198,7 @@ class Watch:
         fresh, self._told = observed is not self._told, observed
         self._agreeing = self._agreeing + fresh if differs else 0  # Only a renewed law counts.
         enough = observed.size >= self.rules.least_for_search
-        return enough and self._agreeing >= self.rules.looks and now - self._last_replan >= self.rules.dwell
+        return enough and self._agreeing >= self.rules.looks and now - self._dwells_from >= self.rules.dwell
 
     def _search(
         self, observed: Observed, problem: Problem, kept: Estimate | None, share: float | None, now: float
@@ -277,8 +288,9 @@ class Watch:
 
         Summed, not by ratios of single requests: their jitter hardly moves a percentile of the latency.
         """
+        since = math.inf if self._active_from is None else self._active_from
         rows = [seen for seen in self.monitor.recent() if seen.complete and seen.seconds > 0]
-        rows = [seen for seen in rows if seen.start >= self._last_replan][-4 * _SLOWDOWN_REQUESTS :]
+        rows = [seen for seen in rows if seen.start >= since][-4 * _SLOWDOWN_REQUESTS :]
         if len(rows) < _SLOWDOWN_REQUESTS:
             return 1.0
         steady = steady_state(self.plan.schedule, problem.workload, problem.cost)

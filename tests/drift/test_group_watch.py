@@ -74,6 +74,14 @@ def test_each_group_is_mended_on_its_own(plan, problem):
     assert found[1][1].new.throughput > found[0][1].new.throughput / 3
 
 
+def test_a_replan_of_one_group_begins_a_dwell_time_of_all(plan, problem):
+    rules = Rules(every=4.0, dwell=24.0, looks=1)
+    found = proposals(GroupWatch(plan, [problem, problem], rules=rules, policies=POLICIES), scale=1.6, number=16)
+    times = np.array([state.seconds for state, _ in found])
+    assert len(times) >= 2
+    assert np.diff(times).min() >= rules.dwell
+
+
 def test_nothing_is_proposed_while_the_lengths_are_those_planned(plan, problem):
     watch = GroupWatch(plan, [problem, problem], rules=RULES, policies=POLICIES)
     assert proposals(watch, scale=1.0, number=8) == []

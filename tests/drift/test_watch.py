@@ -304,6 +304,22 @@ def test_requests_that_took_longer_than_predicted_tighten_the_new_plan(plan, pro
     assert slow.new.latency < 0.9 * fast.new.latency
 
 
+def test_what_began_before_the_look_that_follows_a_replan_tells_nothing_of_the_new_plan(plan, problem):
+    """The adoption is told with the time of the look before the search and the switch."""
+    watch = Watch(plan, problem, rules=Rules(every=4.0), policies=POLICIES)
+    slow = [RequestLengths(n / 100, 30, 100, True, 1e3) for n in range(800)]
+    watch.note(slow[:100], [])
+    assert watch._slowdown(problem) == 1.5
+    watch.vetoed(now=2.0)  # The plan stays, and so does what is known of it.
+    assert watch._slowdown(problem) == 1.5
+    watch.adopted(plan, now=2.0, problems=[problem])
+    watch.note(slow[100:500], [])
+    watch.look(5.0)
+    assert watch._slowdown(problem) == 1.0
+    watch.note(slow[500:], [])
+    assert watch._slowdown(problem) == 1.5
+
+
 def test_histograms_share_their_edges_and_add_up(problem):
     planned, observed = lengths_of(problem.workload, Workload.of_trace("o", draw(500, 4, scale=2.0)))
     assert planned.outputs.edges == observed.outputs.edges

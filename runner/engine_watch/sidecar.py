@@ -143,8 +143,9 @@ class Sidecar:
         return Look(state=state, observed=self._observed(), remarks=tuple(remarks))
 
     def _note(self, between: Reading, times: tuple[float, float]) -> None:
-        first, gap = max(self._first(between) or 0.0, 0.0), between.gaps.mean or 0.0
-        self._watch.note(self._draws.requests(between.inputs, between.outputs, ended=times, prefill=first, gap=gap), ())
+        prefill, gap = max(between.prefill.mean or 0.0, 0.0), between.gaps.mean or 0.0
+        drawn = self._draws.requests(between.inputs, between.outputs, ended=times, prefill=prefill, gap=gap)
+        self._watch.note(drawn, ())
 
     def _first(self, seen: Reading) -> float | None:
         """Mean time to the first token, as the plan counts it: from the arrival where requests come at a rate."""

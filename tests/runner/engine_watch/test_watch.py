@@ -146,6 +146,15 @@ def test_observed_figures_are_those_of_the_engine(make_plan):
     assert (observed.num_running, observed.num_waiting) == (3, 2)
 
 
+def test_at_a_rate_the_queue_counts_in_the_observed_figures_and_not_in_the_own_time_of_requests(make_plan):
+    file = make_plan("chunked")
+    save_plan(replace(read_plan(file), arrival_rate=1.0), file)
+    watch = sidecar(file, plug_in=False)
+    assert play(watch, Engine(), requests(80, 5))[-1].observed.ttft == pytest.approx(0.3)
+    seen = watch._watch.monitor.recent()
+    assert [one.seconds for one in seen] == pytest.approx([0.1 + 0.01 * (one.output_tokens - 1) for one in seen])
+
+
 def test_a_server_that_began_anew_is_said_and_the_watch_goes_on(make_plan):
     watch = sidecar(make_plan("chunked"), plug_in=False)
     play(watch, Engine(), requests(400, 5))

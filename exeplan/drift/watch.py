@@ -205,7 +205,7 @@ class Watch:
     ) -> Proposal | None:
         self._agreeing = 0
         self._basis = _Basis(observed.known, observed.size, planned=False)
-        slowdown = self._slowdown(problem)
+        slowdown = self._slowdown(problem, kept)
         try:
             best = best_plan(
                 problem,
@@ -283,10 +283,11 @@ class Watch:
             return ""
         return f"another plan gains {100 * gain:+.1f} % in throughput under the observed lengths"
 
-    def _slowdown(self, problem: Problem) -> float:
-        """Time of the longest requests over the plan's prediction for them; at least 1.
+    def _slowdown(self, problem: Problem, kept: Estimate | None) -> float:
+        """Time of the longest requests from their start over the plan's prediction for them; at least 1.
 
-        Summed, not by ratios of single requests: their jitter hardly moves a percentile of the latency.
+        At a rate they are predicted the pace of its batches, by `kept`, and the prefill of full ones. Summed, not by
+        ratios of single requests: their jitter hardly moves a percentile of the latency.
         """
         since = math.inf if self._active_from is None else self._active_from
         rows = [seen for seen in self.monitor.recent() if seen.complete and seen.seconds > 0]
@@ -294,7 +295,9 @@ class Watch:
         if len(rows) < _SLOWDOWN_REQUESTS:
             return 1.0
         steady = steady_state(self.plan.schedule, problem.workload, problem.cost)
-        predicted = np.sort(steady.latency(np.array([float(seen.output_tokens) for seen in rows])))
+        pace = kept.tpot / steady.tpot if kept and steady.tpot else 1.0
+        times = steady.latency(np.array([float(seen.output_tokens) for seen in rows]))
+        predicted = np.sort(steady.ttft + pace * (times - steady.ttft))
         took = np.sort([seen.seconds for seen in rows])
         first = len(rows) - len(rows) // _LONGEST
         return float(np.clip(took[first:].sum() / max(predicted[first:].sum(), 1e-9), 1.0, _MOST_SLOWDOWN))

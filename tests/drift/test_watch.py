@@ -23,6 +23,7 @@ from exeplan.planner.load_problem import load_plan
 from exeplan.planner.problems.problem import make_problem
 from exeplan.planner.problems.replicas import together
 from exeplan.simulator.closed_form import steady_state
+from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.workload import Trace, Workload
 
 POLICIES = ("rra", "orca")
@@ -304,20 +305,35 @@ def test_requests_that_took_longer_than_predicted_tighten_the_new_plan(plan, pro
     assert slow.new.latency < 0.9 * fast.new.latency
 
 
+def test_at_a_rate_times_are_compared_with_those_of_its_batches(plan, problem):
+    """Batches that are half empty are faster, so that a slower machine takes no longer than full ones."""
+    schedule = Schedule("orca", {"max_num_seqs": 16})
+    full = steady_state(schedule, problem.workload, problem.cost)
+    here = replace(problem, arrivals=Arrivals(rate=0.5 * full.throughput))
+    kept = here.estimate(schedule)
+    watch = Watch(replace(plan, schedule=schedule), here, policies=("orca",))
+    outputs = draw(400, 1).outputs.tolist()
+    for slow in (1.0, 1.4):
+        rows = [(slow * (full.ttft + kept.tpot * (n - 1)), n) for n in outputs]
+        watch.note([RequestLengths(float(i), 30, n, True, s) for i, (s, n) in enumerate(rows)], [])
+        assert watch._slowdown(here, kept) == pytest.approx(slow, rel=0.01)
+    assert 1.4 * kept.tpot < full.tpot
+
+
 def test_what_began_before_the_look_that_follows_a_replan_tells_nothing_of_the_new_plan(plan, problem):
     """The adoption is told with the time of the look before the search and the switch."""
     watch = Watch(plan, problem, rules=Rules(every=4.0), policies=POLICIES)
     slow = [RequestLengths(n / 100, 30, 100, True, 1e3) for n in range(800)]
     watch.note(slow[:100], [])
-    assert watch._slowdown(problem) == 1.5
+    assert watch._slowdown(problem, None) == 1.5
     watch.vetoed(now=2.0)  # The plan stays, and so does what is known of it.
-    assert watch._slowdown(problem) == 1.5
+    assert watch._slowdown(problem, None) == 1.5
     watch.adopted(plan, now=2.0, problems=[problem])
     watch.note(slow[100:500], [])
     watch.look(5.0)
-    assert watch._slowdown(problem) == 1.0
+    assert watch._slowdown(problem, None) == 1.0
     watch.note(slow[500:], [])
-    assert watch._slowdown(problem) == 1.5
+    assert watch._slowdown(problem, None) == 1.5
 
 
 def test_histograms_share_their_edges_and_add_up(problem):

@@ -68,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
     watch = Watch(plan, problem, rules=rules_of(args), policies=policies)
     played = play_trace(watch, problem, workload.trace, arrivals, predict=args.json)
     looks = list(followed(played, "drift", count=len(look_times(watch, arrivals))))
-    adopted = [look for look in looks if look.adopted]
+    adopted = [look.adopted for look in looks if look.adopted]
     if args.output:
         if not adopted:
             raise InputError(f"no plan to write to {args.output}: none would have been adopted")
-        save_proposal(watch.plan, watch.planned, args.output)
+        save_proposal(adopted[-1], args.output)
     print(json_line(_as_json(plan, looks)) if args.json else _text(plan, looks))
     return 0
 

@@ -53,6 +53,8 @@ class Proposal:
     plan: Plan
     workload: Workload
     """The lengths that it was made for."""
+    size: float
+    """Independent requests that these are known from."""
     old: Estimate | None
     new: Estimate
     reason: str
@@ -236,7 +238,15 @@ class Watch:
         self._verdict = reason
         found = with_headroom(found, [problem.at(found.placement)])
         found = replace(found, estimate=new, workload_fingerprint=problem.workload.fingerprint)
-        return Proposal(plan=found, workload=problem.workload, old=kept, new=new, reason=reason, moving_seconds=cost)
+        return Proposal(
+            plan=found,
+            workload=problem.workload,
+            size=observed.known.size,
+            old=kept,
+            new=new,
+            reason=reason,
+            moving_seconds=cost,
+        )
 
     def _unkept(self, problem: Problem) -> str:
         """That no plan keeps the bounds, and the tightest ones that a plan keeps; empty where one keeps them."""

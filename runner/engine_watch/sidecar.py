@@ -194,7 +194,7 @@ class Sidecar:
             yield from self._put(proposal, exported, now)
         else:
             self._watch.vetoed(now=now)
-            save_proposal(proposal.plan, proposal.workload, self.server.output)
+            save_proposal(proposal, self.server.output)
             yield f"wrote {self.server.output} and, to start the server with it, {self._write_command(exported)}"
         self._told.proposed = proposal.plan
 
@@ -202,9 +202,9 @@ class Sidecar:
         """In the place of the plan that the server reads."""
         file = self.server.file
         kept = file.with_name(f"{file.stem}-before{file.suffix}")
-        if not self.num_replans:  # The lengths of later ones are replaced with them.
+        if not self.num_replans:
             save_plan(with_relative_references(self.plan, kept), kept)
-        save_proposal(proposal.plan, proposal.workload, file)
+        save_proposal(proposal, file)
         self._watch.adopted(proposal, now=now)
         self._draws = LengthDraws(proposal.workload, max_context=self._spec.max_context, seed=self.num_replans + 1)
         self._longest = proposal.workload.output_quantile(0.99)

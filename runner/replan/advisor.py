@@ -87,7 +87,7 @@ class Advisor:
 
     def _propose(self, proposal: Proposal) -> ProposedPlan:
         if self._file:
-            proposal = replace(proposal, plan=save_proposal(proposal.plan, proposal.workload, self._file))
+            proposal = replace(proposal, plan=save_proposal(proposal, self._file))
         self._last = proposal
         return ProposedPlan(
             plan=as_json(proposal.plan),

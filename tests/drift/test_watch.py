@@ -15,6 +15,7 @@ from exeplan.drift.histograms import lengths_of
 from exeplan.drift.length_monitor import LengthMonitor
 from exeplan.drift.moving_cost import moving_seconds
 from exeplan.drift.state import DriftState, FewerDevices, ReplanState, RequestLengths, Rules, as_json, summary
+from exeplan.drift.save_proposal import save_proposal
 from exeplan.drift.trace import arrivals_of, play_trace
 from exeplan.drift.watch import Watch
 from exeplan.errors import Infeasible
@@ -24,6 +25,7 @@ from exeplan.planner.problems.problem import make_problem
 from exeplan.planner.problems.replicas import together
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.arrivals import Arrivals
+from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Trace, Workload
 
 POLICIES = ("rra", "orca")
@@ -334,6 +336,24 @@ def test_what_began_before_the_look_that_follows_a_replan_tells_nothing_of_the_n
     assert watch._slowdown(problem, None) == 1.0
     watch.note(slow[500:], [])
     assert watch._slowdown(problem, None) == 1.5
+
+
+def test_a_saved_plan_keeps_its_lengths_and_says_how_well_they_are_known(plan, problem, tmp_path):
+    saved = []
+    for scale in (1.6, 0.5):
+        watch = Watch(plan, problem, rules=Rules(every=4.0, looks=1), policies=POLICIES)
+        trace = draw(1200, 3, scale=scale)
+        seen = enumerate(zip(trace.inputs.tolist(), trace.outputs.tolist(), strict=True))
+        watch.note([RequestLengths(float(n), i, o, True) for n, (i, o) in seen], [])
+        proposal = watch.look(1300.0)[1]
+        size = watch.monitor.observe().known.size
+        saved.append((proposal, size, save_proposal(proposal, tmp_path / "next.yaml")))
+    for proposal, size, named in saved:
+        there = load_workload(named.workload)
+        assert there.fingerprint == named.workload_fingerprint
+        assert there.mean_output == pytest.approx(proposal.workload.mean_output, rel=0.02)
+        assert len(there.trace.inputs) == round(size) < 1200
+    assert load_plan(tmp_path / "next.yaml").schedule == saved[1][0].plan.schedule
 
 
 def test_histograms_share_their_edges_and_add_up(problem):

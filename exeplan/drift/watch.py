@@ -161,33 +161,42 @@ class Watch:
     def look(self, now: float, *, predict: bool = True) -> tuple[DriftState, Proposal | None]:
         """The state now, and a better plan where a search is due and finds one.
 
-        Without `predict` the state lacks `predicted` and `bound_share` at a look that does not search.
+        The state lacks `predicted` and `bound_share` while the longest outputs are not known, and without `predict` at
+        every look that does not search.
         """
         if self._active_from is None:
             self._active_from = now
         observed = self.monitor.observe()
-        if observed is None or observed.size < self.rules.least_requests:
-            size = observed.size if observed else 0.0
+        if observed is None or observed.known.size < self.rules.least_requests:
+            size = observed.known.size if observed else 0.0
             return DriftState(seconds=now, num_requests=size, verdict="too few requests are known"), None
         self.observed = observed.workload
         far = self._far(observed, self._planned)
         kept, share, proposal = None, None, None
         asks = self._asks(observed, far, now)
-        if predict or asks:
+        if asks or (predict and observed.size >= self.rules.least_requests):
             problem = self.problem
             kept, share = _consequence(problem, self.plan)
             proposal = self._search(observed, problem, kept, share, now) if asks else None
         state = DriftState(
             seconds=now,
-            num_requests=observed.size,
+            num_requests=observed.known.size,
             measure=far,
             bound_share=share,
             predicted=kept,
             best_gain=self._best_gain,
             missed=self._missed,
-            verdict=self._verdict or ("as planned" if far <= 1 else "the law has changed"),
+            verdict=self._said(observed, far),
         )
         return state, proposal
+
+    def _said(self, observed: Observed, far: float) -> str:
+        """The verdict of a look without a proposal."""
+        said = self._verdict or ("as planned" if far <= 1 else "the law has changed")
+        least = self.rules.least_for_search
+        if observed.size >= least or observed.known.size < least:
+            return said
+        return f"{said}; no other plan is looked for: too few of the longest requests have ended to know their lengths"
 
     def _far(self, observed: Observed, basis: _Basis) -> float:
         return evidence(observed.known, basis.known, false_alarm=self.rules.false_alarm)

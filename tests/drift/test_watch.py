@@ -14,8 +14,8 @@ from exeplan.drift.best_plan import cautious, tightest
 from exeplan.drift.histograms import lengths_of
 from exeplan.drift.length_monitor import LengthMonitor
 from exeplan.drift.moving_cost import moving_seconds
-from exeplan.drift.state import DriftState, FewerDevices, ReplanState, RequestLengths, Rules, as_json, summary
 from exeplan.drift.save_proposal import save_proposal
+from exeplan.drift.state import DriftState, FewerDevices, ReplanState, RequestLengths, Rules, as_json, summary
 from exeplan.drift.trace import arrivals_of, play_trace
 from exeplan.drift.watch import Watch
 from exeplan.errors import Infeasible
@@ -354,6 +354,20 @@ def test_a_saved_plan_keeps_its_lengths_and_says_how_well_they_are_known(plan, p
         assert there.mean_output == pytest.approx(proposal.workload.mean_output, rel=0.02)
         assert len(there.trace.inputs) == round(size) < 1200
     assert load_plan(tmp_path / "next.yaml").schedule == saved[1][0].plan.schedule
+
+
+def test_drift_is_judged_where_the_longest_requests_are_dropped(plan, problem):
+    """Two of a hundred clients leave at 500 tokens: how long the longest outputs would be is not known."""
+    watch = Watch(plan, problem, rules=Rules(every=4.0, looks=1), policies=POLICIES)
+    trace, left = draw(1200, 1, scale=1.6), np.random.default_rng(2).random(1200) < 0.02
+    seen = enumerate(zip(trace.inputs.tolist(), trace.outputs.tolist(), left.tolist(), strict=True))
+    watch.note([RequestLengths(float(n), i, 500 if gone else o, not gone) for n, (i, o, gone) in seen], [])
+    state, proposal = watch.look(2100.0)
+    assert state.num_requests > 500
+    assert state.measure > 1
+    assert state.verdict.startswith("the law has changed; ")
+    assert "too few of the longest requests have ended" in state.verdict
+    assert (proposal, state.predicted, state.bound_share) == (None, None, None)
 
 
 def test_histograms_share_their_edges_and_add_up(problem):

@@ -98,7 +98,8 @@ def _text(plan: "Plan", looks: "list[TraceLook]") -> str:
     from exeplan.units import show_seconds
 
     last = looks[-1].state if looks else None
-    lines = [f"{looks[-1].num_arrived if looks else 0} requests under {plan.schedule}"]
+    count = looks[-1].num_arrived if looks else 0
+    lines = [f"{count} request{'' if count == 1 else 's'} under {plan.schedule}"]
     rows = []
     for look in looks:
         if (found := look.adopted) is None:

@@ -5,6 +5,7 @@ lengths; without times in the trace, requests arrive as fast as the plan serves 
 question is which law the service would have seen (for the rest: `exeplan simulate`).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,15 +33,17 @@ class TraceLook:
 def arrivals_of(trace: Trace, problem: Problem, plan: Plan, rate: float | None = None) -> Floats:
     """Seconds from the first request; at `rate` requests a second where one is given, whatever the trace says.
 
-    A trace with times keeps its pattern. Raises InputError for a trace whose times are all equal.
+    `problem` is that of one of the plan's equal replicas. A trace with times keeps its pattern. Raises InputError for
+    several requests whose times are all equal.
     """
     count, times = len(trace.inputs), trace.arrival_s
     if times is None:
-        return np.arange(count) / (rate or steady_state(plan.schedule, problem.workload, problem.cost).throughput)
-    if times[-1] <= times[0]:
-        raise InputError("the arrivals of the trace span no time; leave them out and give --rate")
+        one = steady_state(plan.schedule, problem.workload, problem.cost).throughput
+        return np.arange(count) / (rate or plan.num_replicas * one)
+    if count > 1 and times[-1] <= times[0]:
+        raise InputError("the arrivals of the trace span no time; leave `arrival_s` out of it")
     times = times - times[0]
-    return times if rate is None else times * (count - 1) / (rate * times[-1])
+    return times if rate is None or count == 1 else times * (count - 1) / (rate * times[-1])
 
 
 def play_trace(
@@ -75,7 +78,8 @@ def play_trace(
 
 def look_times(watch: Watch, arrivals: Floats) -> Floats:
     """Seconds from the first request at which the service looks; the last look is not before the last arrival."""
-    return np.arange(watch.rules.every, arrivals[-1] + watch.rules.every, watch.rules.every)
+    count = max(math.ceil(arrivals[-1] / watch.rules.every), 1)
+    return np.arange(1, count + 1) * watch.rules.every
 
 
 def _seconds(watch: Watch, problem: Problem, longest: int) -> Floats:

@@ -124,6 +124,12 @@ def test_figures_of_a_replan_of_equal_replicas_are_of_all_of_them(plan, problem)
     assert four.reason == one.reason
 
 
+def test_without_times_requests_come_as_fast_as_all_replicas_serve_them(plan, problem):
+    trace = draw(200, 1)
+    one, four = (arrivals_of(trace, problem, replace(plan, replicas=tuple(range(number)))) for number in (1, 4))
+    assert four == pytest.approx(one / 4)
+
+
 def test_nor_where_the_plan_was_made_from_few_requests(profile):
     few = make_problem(profile, Workload.of_trace("few", draw(400, seed=5)), Bound(seconds=BOUND))
     plan = optimize(few, policies=POLICIES).plan
@@ -429,6 +435,21 @@ def test_the_command_says_when_and_what_it_gains_and_writes_the_plan(planned, ca
     assert first["gain"] > 0.05
     assert load_plan(planned / "new.yaml").schedule.policy == "rra"
     assert main(["simulate", "new.yaml"]) == 0
+
+
+@pytest.mark.parametrize("rate", [[], ["--rate", "10"]])
+@pytest.mark.parametrize(("names", "row"), [("", ""), (",arrival_s", ",5")])
+def test_a_trace_of_one_request_is_played(planned, capsys, names, row, rate):
+    (planned / "t.csv").write_text(f"input_tokens,output_tokens{names}\n40,90{row}\n")
+    assert main(["drift", "--plan", "plan.yaml", "t.csv", *rate]) == 0
+    assert "1 request under" in capsys.readouterr().out
+
+
+def test_a_trace_whose_requests_come_at_once_is_refused_with_what_helps(planned, capsys):
+    rows = "40,90,5\n" * 3
+    (planned / "t.csv").write_text(f"input_tokens,output_tokens,arrival_s\n{rows}")
+    assert main(["drift", "--plan", "plan.yaml", "t.csv", "--rate", "10"]) == 2
+    assert "leave `arrival_s` out of it" in capsys.readouterr().err
 
 
 def test_a_trace_is_scaled_as_the_planned_one_was(planned, capsys):

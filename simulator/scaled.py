@@ -129,13 +129,14 @@ def _run(stream: Stream, fleet: "_Fleet", wanted: Callable[[Seen], int], end: fl
                 seen = Seen(now, num_arrived, fleet.num_waiting)
                 fleet.scale_to(wanted(seen), now)
                 fleet.happens(now + LOOK_SECONDS, "look", ())
+            if kind == "noticed":
+                fleet.leave(numbers, now)
+                continue
             for number in numbers:
                 if kind == "up":
                     fleet.open(number, now)
                 elif kind == "lost":
                     fleet.lose(number, now)
-                elif kind == "noticed":
-                    fleet.leave(number, now)
         while stream.coming <= now:
             fleet.put(stream.take(), now)
             num_arrived += 1
@@ -325,17 +326,18 @@ class _Fleet:
         if life := self._by_number.get(number):
             life.lost = life.engine.lose(now)
 
-    def leave(self, number: int, now: float) -> None:
-        """Its loss is known: others go on with what it had."""
-        if not (life := self._by_number.get(number)):
-            return
-        self._end(life, now)
+    def leave(self, numbers: Sequence[int], now: float) -> None:
+        """The loss of all of these is known: others go on with what they had."""
+        lives = [self._by_number[number] for number in numbers if number in self._by_number]
+        for life in lives:
+            self._end(life, now)
         self._route()
-        assert life.lost is not None
-        for index, request in enumerate(life.inbox.numbers.tolist()):
-            if math.isnan(life.engine.log.lasts[index]):
-                self._num_moved += 1
-                self.put(self._requests.rest(request, life.lost.get(index, 0)), now)
+        for life in lives:
+            assert life.lost is not None
+            for index, request in enumerate(life.inbox.numbers.tolist()):
+                if math.isnan(life.engine.log.lasts[index]):
+                    self._num_moved += 1
+                    self.put(self._requests.rest(request, life.lost.get(index, 0)), now)
 
     def put(self, request: int, now: float) -> None:
         """A request goes where the router says."""

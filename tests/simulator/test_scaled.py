@@ -109,6 +109,25 @@ def test_one_starts_and_one_drains_by_hand(cost: CostModel) -> None:
     )
 
 
+def test_what_two_replicas_of_a_dead_host_had_moves_once(cost: CostModel) -> None:
+    """Twelve requests on four replicas, two on each host: six move, none of them to the other dead replica."""
+    run = scaled_replay(
+        Replica(schedule=ONE_AT_A_TIME, cost=cost, num_blocks=1000),
+        "round-robin",
+        wanted=lambda seen: 4,
+        first=4,
+        most=4,
+        start_seconds=1.0,
+        input_tokens=np.full(12, 10),
+        output_tokens=np.full(12, 3000),
+        arrivals=np.zeros(12),
+        per_host=2,
+        losses=[Loss(time=0.5, host=0)],
+    )
+    assert run.num_moved == 6
+    assert not np.isnan(run.last_tokens).any()
+
+
 def test_what_a_dead_host_had_goes_on_from_its_tokens(cost: CostModel) -> None:
     """Two replicas with a long answer each; one dies, and the other computes its prompt and tokens and the rest."""
     seconds, output = alone(cost, 10, 4000), 4000

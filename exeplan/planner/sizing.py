@@ -148,8 +148,10 @@ def with_more_gpus(
     found, tried = _fewest(clusters, solve, told, guess)
     if found is None:
         return _completed(error, f"with {tried[-1].num_gpus} GPUs {tried[-1].refusal}")
+    before = [one for one in clusters if one.num_gpus < found.num_gpus][-1:]
     # For a rate larger pipelines than these are not searched.
     sure = not error.reached or found.num_gpus <= max(own, whole.gpus_per_node)
+    sure = sure and all(_is_next(found.num_gpus, one.num_gpus, whole) for one in before)
     return _completed(error, _suffices(found, "are the fewest that suffice" if sure else "suffice", whole))
 
 
@@ -201,6 +203,11 @@ def _beyond(whole: Cluster, num_gpus: int) -> list[Cluster]:
     return [larger(whole, num_gpus), *(one for one in more if one.num_gpus > larger(whole, num_gpus).num_gpus)]
 
 
+def _is_next(size: int, before: int, whole: Cluster) -> bool:
+    """Whether no number of nodes lies between two numbers of GPUs."""
+    return size - before <= whole.gpus_per_node
+
+
 def _lower_latency(
     problem: Problem,
     whole: Cluster,
@@ -230,7 +237,9 @@ def _lower_latency(
         share = 0.5 + number / (2 * len(enough) + 2)
         found = tried_size(size, solve, told.part(share, 1.0, f"{size.num_gpus} GPUs"))
         if found.optimum:
-            return _suffices(found, "are the fewest that suffice" if number == 0 else "suffice", whole)
+            before = clusters[: clusters.index(size)][-1:]
+            sure = number == 0 and all(one in tried and _is_next(size.num_gpus, one.num_gpus, whole) for one in before)
+            return _suffices(found, "are the fewest that suffice" if sure else "suffice", whole)
     return f"with {tried[least].num_gpus} GPUs {found.refusal}"
 
 

@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from exeplan.cli import main
 from exeplan.core.cluster import Cluster, Link, load_cluster
 from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible
+from exeplan.planner import sizing
 from exeplan.planner.choice import seeded_replays
 from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.problems.replays import replay_estimate, routed_estimate
@@ -190,6 +193,36 @@ def test_following_the_advice_on_a_latency_succeeds() -> None:
     assert ask(4, seconds(tightest[1])).plan.replay is not None
     with pytest.raises(Infeasible, match=r"; more GPUs, up to 48, do not lower it$"):
         ask(4, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "of_nodes", "words"),
+    [
+        (8, (1.2, 0.9, 0.8), "12 GPUs suffice"),
+        (8, (0.9, 0.9, 0.8), "6 GPUs are the fewest that suffice"),
+        (1, (1.2, 0.9, 0.8), "12 GPUs suffice"),
+    ],
+)
+def test_the_fewest_are_named_only_where_all_fewer_were_tried(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, nodes: int, of_nodes: tuple[float, ...], words: str
+) -> None:
+    """Of nodes powers of two are tried: four suffice, three may, too."""
+    whole = replace(load_cluster("six.yaml"), num_nodes=nodes)
+    own, floors = whole.part(3), dict(zip((2, 3, 4), of_nodes, strict=True))
+
+    def lowest(problem: object, cluster: Cluster, policies: object) -> sizing._Lowest:
+        return sizing._Lowest(floors.get(cluster.num_nodes, 2.0 if cluster.num_nodes == 1 else 0.8), None, None)
+
+    def solve(cluster: Cluster, told: Told) -> Any:
+        if lowest(None, cluster, None).seconds > 1:
+            raise Infeasible("too tight")
+        return SimpleNamespace()
+
+    monkeypatch.setattr(sizing, "_lowest", lowest)
+    monkeypatch.setattr(sizing, "_suffices", lambda found, words, whole: f"{found.num_gpus} GPUs {words}")
+    problem: Any = SimpleNamespace(cluster=own, required=0.0, limit=1.0, max_seqs=1)
+    found = sizing.with_more_gpus(Infeasible("x", wider=2.0), problem, whole, solve, ("orca",), margins=True)
+    assert str(found) == f"x; {words}"
 
 
 def test_plans_for_a_trace_compare_by_what_they_sustain(profile: Profile) -> None:

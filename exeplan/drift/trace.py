@@ -53,21 +53,20 @@ def play_trace(
 
     Without `predict` the looks lack what the active plan would do (`Watch.look`), which takes a third of the time.
     """
-    ends, told = np.full(len(arrivals), np.inf), np.zeros(len(arrivals), bool)
-    begun = 0
+    open_, ends, begun = np.empty(0, np.int64), np.empty(0), 0
     curve = _seconds(watch, problem, int(trace.outputs.max()))
     for now in look_times(watch, arrivals).tolist():
         latest = int(np.searchsorted(arrivals, now, side="right"))
-        ends[begun:latest] = arrivals[begun:latest] + curve[trace.outputs[begun:latest] - 1]
+        new = np.arange(begun, latest)
+        open_ = np.concatenate([open_, new])
+        ends = np.concatenate([ends, arrivals[new] + curve[trace.outputs[new] - 1]])
         begun = latest
-        done = np.flatnonzero((ends[:begun] <= now) & ~told[:begun])
-        open_ = np.flatnonzero(ends[:begun] > now)
+        done, open_, ends = open_[ends <= now], open_[ends > now], ends[ends > now]
         # All get their tokens at one pace, whatever their final length: else the pace would reveal it.
         tokens = np.minimum(np.searchsorted(curve, now - arrivals[open_], side="right"), trace.outputs[open_] - 1)
         ended = [_seen(trace, arrivals, n, int(trace.outputs[n]), True) for n in done.tolist()]
         known = zip(open_.tolist(), tokens.tolist(), strict=True)
         running = [_seen(trace, arrivals, n, count, False) for n, count in known]
-        told[done] = True
         watch.note(ended, running)
         state, proposal = watch.look(now, predict=predict)
         if proposal:

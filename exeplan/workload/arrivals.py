@@ -46,7 +46,7 @@ class Arrivals:
     def draw(self, workload: Workload, num_requests: int, *, seed: int) -> tuple[Ints, Ints, Floats]:
         """Input tokens, output tokens and arrival seconds of so many requests, or of the first ones of the trace.
 
-        Poisson gaps are scaled to the rate itself, as near the capacity a chance of 1 % in it is one of 10 % in waits.
+        Gaps are scaled to the rate itself, as near the capacity a chance of 1 % in it is one of 10 % in waits.
         """
         if self.of_trace:
             trace = workload.trace
@@ -56,7 +56,9 @@ class Arrivals:
             here = np.flatnonzero(np.diff(whole))[:num_requests]
             return trace.inputs[here], trace.outputs[here], trace.arrival_s[here] - trace.arrival_s[0]
         inputs, outputs = workload.sample(num_requests, seed=seed)
-        times = np.cumsum(np.random.default_rng([seed, num_requests]).exponential(size=num_requests))
+        rng, even = np.random.default_rng([seed, num_requests]), self.variability < 1
+        gaps = rng.gamma(1 / self.variability, size=num_requests) if even else rng.exponential(size=num_requests)
+        times = np.cumsum(gaps)
         return inputs, outputs, times * (num_requests / (self.rate * times[-1]))
 
     def split(self, replicas: int, router: str, *, share: float | None = None) -> "Arrivals":

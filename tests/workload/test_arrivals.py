@@ -95,6 +95,14 @@ def test_poisson_arrivals_come_at_their_rate() -> None:
     assert (gaps >= 0).all()
 
 
+def test_every_fourth_request_of_a_stream_comes_as_evenly_as_the_law_has_it() -> None:
+    share = Arrivals(rate=20.0).split(4, "round-robin")
+    _, _, times = share.draw(load_workload(LAW), 20_000, seed=1)
+    gaps = np.diff(times)
+    assert gaps.mean() == pytest.approx(0.2, rel=0.03)
+    assert gaps.var() / gaps.mean() ** 2 == pytest.approx(share.variability, rel=0.05) == pytest.approx(0.25, rel=0.05)
+
+
 def traced(times: Floats | None) -> Workload:
     inputs, outputs = np.full(4, 10), np.array([3, 4, 5, 6])
     return Workload.of_trace("trace", Trace(inputs, outputs, times))

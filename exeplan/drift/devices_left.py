@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from exeplan.core.bounds import scaled
 from exeplan.core.cluster import Cluster
 from exeplan.core.plan import Plan, single_plans, with_replica
-from exeplan.core.schedule import Estimate, Placement, num_devices
+from exeplan.core.schedule import ROUTERS, Estimate, Placement, num_devices
 from exeplan.drift.best_plan import Found, tightest
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.optimize import optimize, resolve_policies
@@ -25,14 +25,12 @@ from exeplan.planner.choice.pipelines import Effort
 from exeplan.planner.load_problem import plan_request, profiled_host
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problems.problem import Problem
-from exeplan.planner.problems.replicas import together
+from exeplan.planner.problems.replicas import part_of, together
 from exeplan.policies import engine_of, policy_names
 
 _RIVALS = 0.9
 """As for a change of the traffic (`best_plan.py`): the service waits for the answer."""
 _ARRIVING = 3000
-_ADDED = ("throughput", "token_throughput", "kv_tokens", "utility", "goodput")
-"""Figures of all replicas that are the sums of theirs."""
 ByNode = Sequence[Sequence[int]]
 """Numbers of devices, those of one node together."""
 
@@ -108,7 +106,8 @@ def _request(plan: Plan, own: Plan, devices: Sequence[Sequence[int]]) -> PlanReq
     request = plan_request(own)
     arrivals = request.arrivals
     if arrivals is not None:
-        arrivals = replace(arrivals, rate=arrivals.rate / plan.num_replicas, of_trace=False)
+        stream = replace(arrivals, of_trace=False)
+        arrivals = stream.split(plan.num_replicas, plan.router or ROUTERS[0])
     cluster = _cluster(request, num_devices(own.placement), devices)
     limit = request.max_num_seqs
     if limit is not None:  # Of all the plan's devices.
@@ -184,15 +183,9 @@ def _together(figures: Estimate | None, left: Mapping[int, Plan], shares: Sequen
     found = []
     for number, share in enumerate(shares):
         own = left[number].replay or left[number].estimate if number in left else None
-        found.append(own or _part(figures, (share or 0.0) / figures.throughput))
+        found.append(own or part_of(figures, (share or 0.0) / figures.throughput))
     known = set.intersection(*(set(one.percentiles) for one in found))
     return together([_with_percentiles(one, known) for one in found], [1] * len(found))
-
-
-def _part(figures: Estimate, share: float) -> Estimate:
-    """A replica's part of what all serve; times are as they are."""
-    parts = {name: value * share for name in _ADDED if (value := getattr(figures, name)) is not None}
-    return replace(figures, **parts)
 
 
 def _with_percentiles(figures: Estimate, names: Collection[str]) -> Estimate:

@@ -9,7 +9,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.plan import Plan, as_json, single_plans
 from exeplan.core.profile import Profile, save_profile
 from exeplan.core.schedule import Schedule, Stage
-from exeplan.drift.devices_left import largest_part, plan_for_left, service_plan
+from exeplan.drift.devices_left import _request, largest_part, plan_for_left, service_plan
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.optimize import optimize, resolve_policies
 from exeplan.planner.load_problem import plan_from, plan_request
@@ -64,6 +64,12 @@ def test_a_rate_that_one_device_does_not_sustain_is_given_up_and_said(plan):
     assert left.plan.estimate.throughput == pytest.approx(most, rel=0.1)
     assert "more than any plan sustains there" in left.verdict
     assert "more than any" not in plan_for_left(replace(plan, arrival_rate=0.3 * most), 0, [[0]]).verdict
+
+
+def test_at_a_rate_a_replica_shares_the_stream_with_the_others(plan):
+    four = replace(plan, replicas=(0, 2, 4, 6), router="shortest-queue", arrival_rate=8.0)
+    asked = _request(four, single_plans(four)[1], [[2]]).arrivals
+    assert (asked.rate, asked.sharing) == (2.0, 4)
 
 
 @pytest.mark.parametrize("by_node", [[], [[], []]])

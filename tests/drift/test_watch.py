@@ -10,7 +10,7 @@ import pytest
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
 from exeplan.core.schedule import ROUTERS, Schedule, Stage
-from exeplan.drift.best_plan import cautious, tightest
+from exeplan.drift.best_plan import best_plan, cautious, tightest
 from exeplan.drift.histograms import lengths_of
 from exeplan.drift.length_monitor import LengthMonitor
 from exeplan.drift.moving_cost import moving_seconds
@@ -22,6 +22,7 @@ from exeplan.errors import Infeasible
 from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import load_plan
 from exeplan.planner.problems.problem import make_problem
+from exeplan.planner.problems.replays import replay_estimate
 from exeplan.planner.problems.replicas import together
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.arrivals import Arrivals
@@ -128,6 +129,25 @@ def test_without_times_requests_come_as_fast_as_all_replicas_serve_them(plan, pr
     trace = draw(200, 1)
     one, four = (arrivals_of(trace, problem, replace(plan, replicas=tuple(range(number)))) for number in (1, 4))
     assert four == pytest.approx(one / 4)
+
+
+def test_at_a_rate_equal_replicas_are_replayed_behind_their_router(plan, problem):
+    """It makes the stream of each more even than a part of it alone would be: unchanged lengths keep the bound."""
+    schedule, count = Schedule("orca", {"max_num_seqs": 4}), 8
+    full = steady_state(schedule, problem.workload, problem.cost)
+    arrivals = Arrivals(rate=0.93 * count * full.throughput).split(count, ROUTERS[0])
+    here = replace(problem, arrivals=arrivals, max_seqs=4, bound=Bound(seconds=0.3))
+    assert here.estimate(schedule).latency < 0.28
+    lone = replace(here, arrivals=Arrivals(rate=arrivals.rate))
+    assert replay_estimate(lone, schedule, seed=0, num_requests=3000)[1].latency > 0.3
+    eight = replace(plan, schedule=schedule, replicas=tuple(range(count)), router=ROUTERS[0])
+    monitor, trace = LengthMonitor(), draw(3000, 3)
+    seen = enumerate(zip(trace.inputs.tolist(), trace.outputs.tolist(), strict=True))
+    monitor.note([RequestLengths(float(n), i, o, True) for n, (i, o) in seen], [])
+    found = best_plan(here, monitor.observe(), eight, policies=("orca",), confidence=0.8)
+    assert found.missed == 1.0
+    assert found.plan.replay.latency < 0.3
+    assert found.plan.replay.throughput == pytest.approx(count * arrivals.rate, rel=0.05)
 
 
 def test_nor_where_the_plan_was_made_from_few_requests(profile):

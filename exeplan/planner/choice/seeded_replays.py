@@ -7,6 +7,7 @@ and which candidates are replayed (`pipelines.py`).
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from exeplan.forked import forked
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import decided, known_well, mean_estimate, seeds_to_decide
 from exeplan.planner.problems.replays import replay_estimate, routed_estimate
-from exeplan.planner.problems.replicas import together
+from exeplan.planner.problems.replicas import part_of, together
 from exeplan.simulator.run import Run
 
 MOST_ADDED = 40_000
@@ -25,6 +26,9 @@ whether it keeps the bounds."""
 
 TOLD = 0.25
 """How long the replay of a policy that loses is, over that of one that may win."""
+
+_SHORTER = 0.3
+"""The same of one of several replicas that share a stream, where the number of requests of a lone one is given."""
 
 _LIKELY = 0.3
 """Seconds that a first replay of several policies at a rate takes, about."""
@@ -63,7 +67,7 @@ class Replays:
             if of not in self._begun:
                 self.begin((placed, schedule, replicas), [])
             run, first = self._begun.pop(of)
-            found, each = [first], len(run.requests) * replicas
+            found, each = [first], len(run.requests) * replicas * self._sharing
             while self._needs_more(found) and (left := MOST_ADDED - (len(found) - 1) * each) > 0:
                 last = min(seeds_to_decide(len(found)), len(found) + math.ceil(left / each))
                 seeds = range(len(found), last)
@@ -132,18 +136,52 @@ class Replays:
         self, placed: Problem, schedule: Schedule, replicas: int, *, more: int = 0, length: float = 1.0
     ) -> tuple[Run, Estimate]:
         """At a rate all replicas behind the router, by the `more`-th further seed."""
+        if self._sharing > 1:
+            return self._one_of(placed, schedule, more=more, length=length)
         if not self.problem.arrivals or replicas == 1:
             return self.alone(placed, schedule, more=more, length=length)
         if self.one_replica and not self.problem.arrivals.of_trace:
             alone, found = self.alone(placed, schedule, more=more, length=length)
             if max(utilizations(self.problem.bounds, found)) <= 1:
                 return alone, together([found], [replicas])
+        num_requests = self.num_requests and replicas * self.num_requests
+        return self._routed(
+            self.problem, placed, schedule, replicas, more=more, num_requests=num_requests, length=length
+        )
+
+    @property
+    def _sharing(self) -> int:
+        """Replicas that share a stream of which the problem's arrivals are the part of one."""
+        arrivals = self.problem.arrivals
+        return 1 if arrivals is None or arrivals.of_trace else arrivals.sharing
+
+    def _one_of(self, placed: Problem, schedule: Schedule, *, more: int, length: float) -> tuple[Run, Estimate]:
+        """One of the replicas that share a stream: all of them behind the router, which makes the streams of each more
+        even, and the part of one in what they serve."""
+        arrivals, count = self.problem.arrivals, self._sharing
+        assert arrivals is not None
+        whole = replace(self.problem, arrivals=replace(arrivals, rate=count * arrivals.rate, sharing=1, share=1.0))
+        length *= _SHORTER if self.num_requests else 1.0
+        run, replayed = self._routed(whole, placed, schedule, count, more=more, num_requests=None, length=length)
+        return run, part_of(replayed, 1 / count)
+
+    def _routed(
+        self,
+        whole: Problem,
+        placed: Problem,
+        schedule: Schedule,
+        replicas: int,
+        *,
+        more: int,
+        num_requests: int | None,
+        length: float,
+    ) -> tuple[Run, Estimate]:
+        """All replicas under the arrivals of the `whole`; the first one's run, and the Estimate of all."""
         size = num_devices(placed.cost.placement)
         devices = tuple(size * number for number in range(replicas))
         group = ReplicaGroup(schedule=schedule, placement=placed.cost.placement, first_devices=devices)
-        num_requests = self.num_requests and replicas * self.num_requests
         run, replayed = routed_estimate(
-            self.problem,
+            whole,
             [(placed, group)],
             ROUTERS[0],
             seed=self.seed + more,

@@ -9,7 +9,7 @@ Not here: the pipelines themselves (`optimize.py`), and to which replica a reque
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from exeplan.core.schedule import Estimate, ReplicaGroup
 
 _NEARLY = 0.9
 """Share of the most throughput a GPU from which the sizes around a pipeline of several nodes are tried."""
+_ADDED = ("throughput", "token_throughput", "kv_tokens", "utility", "goodput")
+"""Figures of all replicas that are the sums of theirs."""
 Division = Mapping[int, int]
 """Number of replicas by the number of GPUs of each."""
 
@@ -137,6 +139,12 @@ class GroupFigures:
             "estimate": self.estimate.to_dict(),
             "replay": self.replay.to_dict(),
         }
+
+
+def part_of(figures: Estimate, share: float) -> Estimate:
+    """This share of what several replicas serve; times are as they are."""
+    parts = {name: value * share for name in _ADDED if (value := getattr(figures, name)) is not None}
+    return replace(figures, **parts)
 
 
 def together(estimates: Sequence[Estimate], counts: Sequence[int]) -> Estimate:

@@ -80,7 +80,7 @@ class DriftState:
     bound_share: float | None = None
     """Utilization of the binding bound under the observed law with the active plan: above 1 it is broken."""
     predicted: Estimate | None = None
-    """Of the active plan under the observed law."""
+    """Of all replicas of the active plan under the observed law."""
     best_gain: float | None = None
     """Relative gain in throughput of the best other plan of the last search."""
     missed: float | None = None

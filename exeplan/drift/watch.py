@@ -191,7 +191,7 @@ class Watch:
         return state, proposal
 
     def _said(self, observed: Observed, far: float) -> str:
-        """The verdict of a look without a proposal."""
+        """The verdict, and where the tail is not known that it is not."""
         said = self._verdict or ("as planned" if far <= 1 else "the law has changed")
         least = self.rules.least_for_search
         if observed.size >= least or observed.known.size < least:

@@ -103,6 +103,7 @@ class Mirror:
 
     def add(self, new: NewSequence) -> RequestState:
         """A row that is sent whole: a new one, or one that is computed again."""
+        self.forget(new.request_id)
         row = RequestState(
             request_id=new.request_id,
             num_prompt_tokens=new.num_prompt_tokens,
@@ -120,6 +121,11 @@ class Mirror:
         )
         self.rows[row.request_id] = row
         return row
+
+    def forget(self, request_id: str) -> None:
+        """Drops a row; one that is not known is accepted. Where it is kept elsewhere, it holds no blocks any more."""
+        if row := self.rows.pop(request_id, None):
+            row.num_blocks = 0
 
     def region(self, message: KVRegionOf) -> KVRegion:
         """The region of a message."""

@@ -405,7 +405,9 @@ class Worker:
         assert self._receiver is not None
         self._last_incoming = command.number
         first, slots = 0, [np.zeros(0, dtype=np.int64)]
-        for row in map(self._mirror.add, command.new):
+        for new in command.new:
+            self._forget(new.request_id)  # One that is preempted and begins again at once has not been freed.
+            row = self._mirror.add(new)
             last = first + self._num_received(row)
             self._incoming[row.request_id] = _Part(command.number, first, last)
             first = last
@@ -440,7 +442,7 @@ class Worker:
                 del receiver.received[number]
 
     def _forget(self, request_id: str) -> None:
-        self._mirror.rows.pop(request_id, None)
+        self._mirror.forget(request_id)
         if (part := self._incoming.pop(request_id, None)) and self._receiver:
             self._receiver.drop(part.number, part.first, part.last)
         self._runner.free(request_id)

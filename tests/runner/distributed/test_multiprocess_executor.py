@@ -203,6 +203,23 @@ def test_a_batch_that_takes_longer_than_the_deadline_means_a_worker_that_hangs(c
         assert answers(engine) == expected("llama")
 
 
+@pytest.mark.parametrize("leaves", ["aborted", "preempted"])
+def test_a_request_that_leaves_before_its_encoder_output_is_taken_keeps_no_blocks(leaves, checkpoint, expected):
+    directory = checkpoint("t5")[1]
+    stages = placement(load_model_spec(directory), [1, 1])
+    requests = [([(7 * n + 11 * i) % VOCAB for i in range(60)], 30) for n in range(10)]
+    with contextlib.closing(build_engine(setup(directory, stages, SHARED["rra"]))) as engine:
+        for number, (prompt, count) in enumerate(requests):
+            sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+            engine.add(Request(request_id=f"left {number}", prompt_token_ids=prompt, sampling=sampling))
+            if leaves == "aborted":
+                engine.step()
+                engine.abort(f"left {number}")
+        step_to_the_end(engine)
+        assert engine.num_preemptions or leaves == "aborted"
+        assert answers(engine) == expected("t5")
+
+
 def timeline(directory, stages, schedule, path, rounds=2):
     """(name, stage, requests prefilled, requests decoded, start, end) of every pass after the warm-up."""
     with contextlib.closing(build_engine(setup(directory, stages, schedule, tokens=4096, timeline=path))) as engine:

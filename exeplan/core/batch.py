@@ -118,10 +118,10 @@ class Packing:
 class Batch:
     """One pass over the layers: rows that are prefilled and rows that decode one token.
 
-    A prefilled row computes all its `num_tokens`; `pad_to` > 0 makes it compute that many, the rest being padding;
-    `chunks`, one for each prefilled row, make it compute a part of them; with a `packing` several share a row, and what
-    computes are the packed rows as they are, with the padding at the ends of their slots. A decode row computes 1 token
-    and attends to `num_tokens`.
+    A prefilled row computes all its `num_tokens`; `pad_to` > 0, no less than any row has, makes it compute that many,
+    the rest being padding; `chunks`, one for each prefilled row, make it compute a part of them; with a `packing`
+    several share a row, and what computes are the packed rows as they are, with the padding at the ends of their slots.
+    A decode row computes 1 token and attends to `num_tokens`.
     """
 
     prefill: tuple[SequenceState, ...] = ()

@@ -112,8 +112,9 @@ def next_batch(schedule: Schedule, queue: Queue, state: Rounds, phase: str) -> B
         whole = queue.admissible(schedule["batch_size"] - state.num_admitted, reserve=True)
         admitted = whole[: -(-len(whole) // parts)]
         if admitted:
-            longest = max(s.num_prompt_tokens for s in (*whole, *queue.running))
-            return Batch(prefill=admitted, pad_to=longest)
+            # Rows that run have been prefilled, and may have begun to generate.
+            lengths = [*(s.num_tokens for s in whole), *(s.num_prompt_tokens for s in queue.running)]
+            return Batch(prefill=admitted, pad_to=max(lengths))
     if queue.num_prefills_in_flight:
         return None  # The pipeline drains before decoding starts.
     if begun:

@@ -291,7 +291,7 @@ def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -
     if not ahead:
         return None
     alike = queue.fitting(_alike(ahead, schedule), limit=schedule["batch_size"], reserve=True)
-    return Batch(prefill=alike, pad_to=max(s.num_prompt_tokens for s in alike))
+    return Batch(prefill=alike, pad_to=max(s.num_tokens for s in alike))
 
 
 def _lookahead(size: int) -> int:

@@ -72,6 +72,18 @@ def test_static_keeps_finished_rows_and_pads_to_the_longest_prompt() -> None:
     assert batches[0].num_new_tokens == 18
 
 
+@pytest.mark.parametrize("schedule", [Schedule("static", {"batch_size": 2}), Schedule("turbo", {"batch_size": 2})])
+def test_a_request_that_is_computed_again_is_padded_with_its_output(schedule: Schedule) -> None:
+    scheduler = Scheduler(schedule, num_blocks=20)
+    for name, output in (("0", 4), ("1", 0)):
+        sequence = SequenceState(request_id=name, num_prompt_tokens=7, max_output_tokens=9, num_output_tokens=output)
+        scheduler.add(sequence)
+    batch = scheduler.next_batch()
+    assert batch is not None
+    assert batch.pad_to == 11
+    assert batch.num_new_tokens == 22
+
+
 def test_preemption_loses_nothing_and_spares_the_oldest() -> None:
     # Two requests that grow to 4 blocks each share 6: the younger one is computed again later.
     batches = run_batches(Schedule("rra", {"prefill_batch": 2, "decode_steps": 4}), [(17, 40), (17, 40)], num_blocks=6)

@@ -210,18 +210,14 @@ class Engine:
         began = self._clock()
         self._due += self._drain()
         before = self._scheduler
-        after = self._new_scheduler(schedule, num_blocks or self.num_blocks)
-        for request in (*before.running, *before.waiting):
-            after.check(request)
+        after = self._fitting_scheduler(schedule, num_blocks or self.num_blocks)
         kept: Sequence[RequestState] = as_requests(can_keep_blocks(after, before))
         if executor is not None:
             with contextlib.closing(KVMigration()) as migration:
                 if kv_dtype:
                     token_bytes = self._spec.kv_bytes_per_token(kv_dtype)
                     migration.save(self._executor, kept, token_bytes=token_bytes)
-                self._replace_executor(executor, restore, migration)
-                budget = self._executor.kv_budget
-                after = self._new_scheduler(schedule, budget.num_blocks if budget else after.num_blocks)
+                after = self._replace_executor(executor, restore, migration, planned=after)
                 kept = migration.restore(self._executor, as_requests(can_keep_blocks(after, before)))
         self._schedule, self.num_blocks, self._scheduler = schedule, after.num_blocks, after
         left = take_over(after, before, keep=kept)
@@ -313,6 +309,13 @@ class Engine:
             pass_tokens=pass_limit(schedule, self._executor.kv_budget),
         )
 
+    def _fitting_scheduler(self, schedule: Schedule, num_blocks: int) -> FairScheduler:
+        """Raises InputError where a request does not fit."""
+        scheduler = self._new_scheduler(schedule, num_blocks)
+        for request in (*self._scheduler.running, *self._scheduler.waiting):
+            scheduler.check(request)
+        return scheduler
+
     def _same_scheduler(self) -> FairScheduler:
         return self._new_scheduler(self._schedule, self.num_blocks)
 
@@ -336,21 +339,34 @@ class Engine:
         return outputs
 
     def _replace_executor(
-        self, executor: Callable[[], Executor], restore: Callable[[], Executor] | None, migration: KVMigration
-    ) -> None:
-        if restore is None:
-            old, self._executor = self._executor, executor()
-            threading.Thread(target=old.close).start()  # Its processes may take seconds to end.
-            return
-        self._executor.close()
+        self,
+        executor: Callable[[], Executor],
+        restore: Callable[[], Executor] | None,
+        migration: KVMigration,
+        *,
+        planned: FairScheduler,
+    ) -> FairScheduler:
+        """Returns a scheduler like the planned one, of the blocks that the new devices measured."""
+        old = self._executor
+        if restore:
+            old.close()
         try:
             self._executor = executor()
-        except BaseException:
-            self._executor = restore()
-            before, self._scheduler = self._scheduler, self._same_scheduler()
-            kept = migration.restore(self._executor, as_requests(can_keep_blocks(self._scheduler, before)))
-            self._dismiss(take_over(self._scheduler, before, keep=kept))
+            budget = self._executor.kv_budget
+            after = self._fitting_scheduler(planned.schedule, budget.num_blocks if budget else planned.num_blocks)
+        except BaseException as error:
+            if self._executor is not old:
+                self._executor.close()
+            self._executor = old
+            if restore:
+                self._executor = restore()
+                before, self._scheduler = self._scheduler, self._same_scheduler()
+                kept = migration.restore(self._executor, as_requests(can_keep_blocks(self._scheduler, before)))
+                self._dismiss(take_over(self._scheduler, before, keep=kept))
             raise
+        if restore is None:
+            threading.Thread(target=old.close).start()  # Its processes may take seconds to end.
+        return after
 
     def _seen(self, request: RequestState, now: float) -> RequestLengths:
         assert request.start is not None

@@ -14,6 +14,7 @@ from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
+from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
@@ -143,6 +144,24 @@ def test_workers_that_cannot_be_started_leave_the_old_ones_in_place(closed_first
                 engine.switch_plan(
                     ON_ONE[1], executor=fails, restore=(lambda: InProcessExecutor(runner)) if closed_first else None
                 )
+
+    run(engine, found, attempt)
+    assert found == expected
+
+
+@pytest.mark.parametrize("closed_first", [True, False])
+def test_a_device_that_measures_too_few_blocks_leaves_the_old_workers_in_place(closed_first, runner, expected):
+    engine, found = Engine(InProcessExecutor(runner), ON_ONE[0], num_blocks=BLOCKS), {}
+
+    def attempt(step: int, outputs: list) -> None:
+        if step == 5:
+            with pytest.raises(InputError, match="KV blocks, the cache has 1 "):
+                engine.switch_plan(
+                    ON_ONE[1],
+                    executor=lambda: InProcessExecutor(runner, kv_budget=KVBudget(1, 1000)),
+                    restore=(lambda: InProcessExecutor(runner)) if closed_first else None,
+                )
+            assert engine.has_work
 
     run(engine, found, attempt)
     assert found == expected

@@ -93,6 +93,10 @@ class AsyncExecutor(SingleDevice):
         self._record(launched.batch, start, self._last_end)
         return (BatchDone(launched.batch, tokens),)
 
+    def close(self) -> None:
+        self._launched.clear()
+        super().close()
+
     def _launch(self, batch: Batch) -> _Launched:
         start = time.perf_counter()
         requests, sampled = as_requests(batch.prefill + batch.decode), sampled_requests(batch, self.spec)

@@ -36,6 +36,7 @@ from exeplan.runner.engine.executor import (
     Executor,
     KVArrived,
     WorkerError,
+    free_half_built,
     sampled_requests,
 )
 from exeplan.runner.engine.kv_migration import KVMigration
@@ -359,6 +360,7 @@ class Engine:
                 self._executor.close()
             self._executor = old
             if restore:
+                free_half_built(error)
                 self._executor = restore()
                 before, self._scheduler = self._scheduler, self._same_scheduler()
                 kept = migration.restore(self._executor, as_requests(can_keep_blocks(self._scheduler, before)))

@@ -4,12 +4,15 @@
 tensors; the engine decides which batch runs next and what a token means.
 """
 
+import gc
 import logging
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from exeplan.core.batch import Batch
@@ -112,7 +115,7 @@ class Executor(Protocol):
         """Starts over with nothing pending and nothing cached. Raises WorkerError when that is not possible."""
 
     def close(self) -> None:
-        """Ends its processes and its timeline."""
+        """Ends its processes and its timeline, and frees its weights and its cache. May be called again."""
 
 
 class SingleDevice:
@@ -146,11 +149,30 @@ class SingleDevice:
     def close(self) -> None:
         if self._timeline:
             self._timeline.close()
+        if hasattr(self, "runner"):
+            del self.runner
+            _give_back()
 
     def _record(self, batch: Batch, start: float, end: float) -> None:
         """Adds a finished batch to the timeline; seconds."""
         if self._timeline:
             self._timeline.add(batch, 0, start, end)
+
+
+def free_half_built(error: BaseException) -> None:
+    """Frees the weights and caches that the calls hold which ended with this error, or with one that it came from."""
+    one: BaseException | None = error
+    while one:
+        traceback.clear_frames(one.__traceback__)
+        one = one.__cause__ or one.__context__
+    _give_back()
+
+
+def _give_back() -> None:
+    """Returns memory of tensors that are gone to the GPU, for other processes and for measuring what is free."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 class InProcessExecutor(SingleDevice):

@@ -1,9 +1,12 @@
 """An engine that switches plans repeatedly gives every request the tokens that it gets without a switch."""
 
 import contextlib
+import gc
 import itertools
 import queue
 import threading
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -165,6 +168,26 @@ def test_a_device_that_measures_too_few_blocks_leaves_the_old_workers_in_place(c
 
     run(engine, found, attempt)
     assert found == expected
+
+
+def test_the_old_weights_are_freed_before_new_ones_are_loaded_and_those_before_the_old_ones_again(directory):
+    """Where a device has no memory for both."""
+    alive: list[weakref.ref[ModelRunner]] = []
+
+    def executor(fails: bool = False) -> InProcessExecutor:
+        gc.collect()
+        assert not any(one() for one in alive)
+        runner = ModelRunner(load_model_spec(directory), dtype="float32", device="cpu", num_blocks=BLOCKS)
+        alive.append(weakref.ref(runner))
+        if fails:
+            raise WorkerError("no memory for the cache")
+        return InProcessExecutor(runner)
+
+    engine = Engine(executor(), ON_ONE[1], num_blocks=BLOCKS)
+    engine.switch_plan(ON_ONE[1], executor=executor, restore=executor)
+    with pytest.raises(WorkerError):
+        engine.switch_plan(ON_ONE[1], executor=partial(executor, fails=True), restore=executor)
+    assert len(alive) == 4
 
 
 def test_length_stats_report_a_request_that_left_once(runner):

@@ -84,7 +84,7 @@ class PlanSwitcher:
         if self._only_schedule_changes(new):
             return self._switch(command, outputs)
         if new.engine.device != "cpu" or new.ray:
-            return self._switch(command, outputs, lambda: self._build(new), lambda: self._build(old))
+            return self._switch(command, outputs, lambda: self._start(new), lambda: self._build(old))
         self._building = True
         threading.Thread(target=self._prepare, args=(command,), daemon=True).start()
         return None
@@ -103,13 +103,20 @@ class PlanSwitcher:
     def _prepare(self, command: SwitchPlan) -> None:
         executor, reason = None, ""
         try:
-            executor = self._build(command.setup)
+            executor = self._start(command.setup)
         except InputError as error:
             reason = str(error)
+        self._put(ExecutorBuilt(command, executor, reason))
+
+    def _start(self, setup: EngineSetup) -> "Executor":
+        """The executor of another plan. Raises InputError for whatever it cannot be built."""
+        try:
+            return self._build(setup)
+        except InputError:
+            raise
         except Exception as error:
             log.exception("the workers of another plan could not be started")
-            reason = f"its workers could not be started: {error}"
-        self._put(ExecutorBuilt(command, executor, reason))
+            raise InputError(f"its workers could not be started: {error}") from error
 
     def _finish(self, built: ExecutorBuilt, outputs: "list[Output]") -> PlanSwitched:
         executor = built.executor

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from exeplan.core.models.model import load_model_spec
@@ -24,7 +25,7 @@ from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor, WorkerError
 from exeplan.runner.engine_process.build import build_engine, build_executor, engine_setup
 from exeplan.runner.engine_process.switch_plan import ExecutorBuilt, PlanSwitcher
-from exeplan.runner.ipc.messages import EngineSetup, PlanSwitched, SwitchPlan
+from exeplan.runner.ipc.messages import EngineSetup, PlanRefused, PlanSwitched, SwitchPlan
 
 from ..processes import eventually
 
@@ -214,6 +215,29 @@ def test_length_stats_report_a_request_that_left_once(runner):
 def plan_setup(directory: str, placement: tuple[Stage, ...], schedule: Schedule, blocks: int = BLOCKS) -> EngineSetup:
     plan = Plan(model=directory, schedule=schedule, placement=placement, kv_cache_tokens=16 * blocks)
     return engine_setup(plan, load_model_spec(directory))
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_plan_is_refused_where_its_workers_cannot_be_started_and_the_old_ones_can(restored, runner):
+    plan = Plan(model="demo", schedule=ON_ONE[1], placement=ONE, device="cuda", dtype="float32", kv_cache_tokens=384)
+    old = engine_setup(plan, load_model_spec("demo"), dummy_weights=True)
+    new = replace(old, engine=replace(old.engine, dtype="float16"))
+
+    def build(setup: EngineSetup) -> InProcessExecutor:
+        if setup is new or not restored:
+            raise WorkerError("no such device")
+        return InProcessExecutor(runner)
+
+    engine, found, finished = Engine(InProcessExecutor(runner), old.schedule, num_blocks=BLOCKS), {}, []
+    engine.add(request(0))
+    switcher, answered = PlanSwitcher(engine, old, build=build, put=lambda built: None), []
+    with contextlib.nullcontext() if restored else pytest.raises(WorkerError):
+        answered.append(switcher.take(SwitchPlan(number=1, setup=new), []))
+        while engine.has_work:
+            take(engine.step(), found, finished)
+    refused = PlanRefused(number=1, message="its workers could not be started: no such device")
+    assert answered == [refused] * restored
+    assert finished == ["0"] * restored
 
 
 def test_layers_move_between_workers_and_policies_change_with_them(directory, expected):

@@ -1,9 +1,9 @@
 """PlanSwitcher: switches the running engine to another plan.
 
-With the same devices, layers and KV cache only the schedule changes, between two batches. Otherwise new workers are
-built. On CPUs a thread builds them while the old ones go on serving; where a device has no memory for two generations,
-the old ones end first, and are started again if the new ones fail. Weights come from host memory, where several devices
-may have to load other layers (`host_memory.py`).
+With the same devices, layers and KV cache only the schedule changes, between two batches, unless GPUs have captured
+too little for it. Otherwise new workers are built. On CPUs a thread builds them while the old ones go on serving; where
+a device has no memory for two generations, the old ones end first, and are started again if the new ones fail. Weights
+come from host memory, where several devices may have to load other layers (`host_memory.py`).
 
 The KV cache of running requests moves to the new workers (`kv_migration.py`) if both plans keep keys and values in the
 same dtype, computed from weights of the same dtype, and on this host. Otherwise the requests are computed again.
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.runner.ipc.host_memory import keep_weights
 from exeplan.runner.ipc.messages import EngineSetup, PlanRefused, PlanSwitched, SwitchPlan
@@ -55,6 +56,8 @@ class PlanSwitcher:
     ) -> None:
         """`build` makes the executor of a setup; `put` passes its argument to the thread that calls `take`."""
         self._engine, self._setup, self._build, self._put = engine, setup, build, put
+        self._built_for = setup.schedule
+        """What the executor was made for; only its schedule may have changed since then."""
         self._building = False
         """Workers of another plan are being built."""
         directory = setup.model.directory if _num_devices(setup) > 1 else None
@@ -84,7 +87,7 @@ class PlanSwitcher:
         if self._only_schedule_changes(new):
             return self._switch(command, outputs)
         if new.engine.device != "cpu" or new.ray:
-            return self._switch(command, outputs, lambda: self._start(new), lambda: self._build(old))
+            return self._switch(command, outputs, lambda: self._start(new), self._restore)
         self._building = True
         threading.Thread(target=self._prepare, args=(command,), daemon=True).start()
         return None
@@ -98,7 +101,15 @@ class PlanSwitcher:
             and new.num_threads == old.num_threads
             and new.engine.num_blocks <= self._engine.num_blocks
             and self._engine.fits_kv_budget(new.schedule)
+            and (new.engine.device == "cpu" or self._has_room_for(new.schedule))
         )
+
+    def _has_room_for(self, schedule: Schedule) -> bool:
+        """Whether GPUs keep tokens of as many batches, and have captured decode iterations of as many sequences."""
+        from exeplan.scheduling.largest_passes import captured_rows
+
+        same = schedule.num_micro_batches == self._built_for.num_micro_batches
+        return same and captured_rows(schedule) <= captured_rows(self._built_for)
 
     def _prepare(self, command: SwitchPlan) -> None:
         executor, reason = None, ""
@@ -117,6 +128,12 @@ class PlanSwitcher:
         except Exception as error:
             log.exception("the workers of another plan could not be started")
             raise InputError(f"its workers could not be started: {error}") from error
+
+    def _restore(self) -> "Executor":
+        """The executor of the plan that is running."""
+        executor = self._build(self._setup)
+        self._built_for = self._setup.schedule
+        return executor
 
     def _finish(self, built: ExecutorBuilt, outputs: "list[Output]") -> PlanSwitched:
         executor = built.executor
@@ -145,6 +162,8 @@ class PlanSwitcher:
         )
         outputs += switched.outputs
         self._setup = setup
+        if executor:
+            self._built_for = setup.schedule
         return PlanSwitched(
             number=command.number,
             num_blocks=self._engine.num_blocks,

@@ -217,10 +217,39 @@ def plan_setup(directory: str, placement: tuple[Stage, ...], schedule: Schedule,
     return engine_setup(plan, load_model_spec(directory))
 
 
+def gpu_setup(schedule: Schedule, placement: tuple[Stage, ...] = ONE) -> EngineSetup:
+    plan = Plan(
+        model="demo", schedule=schedule, placement=placement, device="cuda", dtype="float32", kv_cache_tokens=384
+    )
+    return engine_setup(plan, load_model_spec("demo"), dummy_weights=True)
+
+
+def test_gpus_start_anew_for_more_micro_batches_or_more_sequences_than_they_were_started_for(runner):
+    """On a CPU nothing depends on them."""
+
+    def schedule(rows: int, micro_batches: int) -> Schedule:
+        return Schedule("orca", {"max_num_seqs": rows, "micro_batches": micro_batches})
+
+    built: list[Schedule] = []
+
+    def build(setup: EngineSetup) -> InProcessExecutor:
+        built.append(setup.schedule)
+        return InProcessExecutor(runner)
+
+    first = gpu_setup(schedule(8, 2), PIPELINE)
+    engine = Engine(InProcessExecutor(runner), first.schedule, num_blocks=BLOCKS)
+    switcher = PlanSwitcher(engine, first, build=build, put=lambda built: None)
+    for number, (rows, micro_batches) in enumerate(
+        [(4, 2), (8, 2), (16, 2), (12, 2), (12, 4), (24, 4), (2, 4), (2, 1)]
+    ):
+        setup = gpu_setup(schedule(rows, micro_batches), PIPELINE)
+        assert isinstance(switcher.take(SwitchPlan(number=number, setup=setup), []), PlanSwitched)
+    assert built == [schedule(16, 2), schedule(12, 4), schedule(24, 4), schedule(2, 1)]
+
+
 @pytest.mark.parametrize("restored", [True, False])
 def test_a_plan_is_refused_where_its_workers_cannot_be_started_and_the_old_ones_can(restored, runner):
-    plan = Plan(model="demo", schedule=ON_ONE[1], placement=ONE, device="cuda", dtype="float32", kv_cache_tokens=384)
-    old = engine_setup(plan, load_model_spec("demo"), dummy_weights=True)
+    old = gpu_setup(ON_ONE[1])
     new = replace(old, engine=replace(old.engine, dtype="float16"))
 
     def build(setup: EngineSetup) -> InProcessExecutor:

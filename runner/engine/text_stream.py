@@ -55,7 +55,8 @@ class TextStream:
         new, before = text[self._num_chars :], self._num_decoded
         self._num_decoded, self._num_chars = len(self._window), len(text)
         if len(self._window) > _MAX_WINDOW:
-            self._window = self._window[before:]
+            # After a hidden token alone, the next one would count as the first of a text, and lose its space.
+            self._window = self._window[before:] if new else self._window[:before]
             self._num_decoded, self._num_chars = len(self._window), len(self._decode(self._window))
         return new
 

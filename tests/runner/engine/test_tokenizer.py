@@ -289,6 +289,18 @@ def test_a_stream_of_any_tokens_joins_to_their_decoding(data):
         assert "".join(streamed(tokenizer, [], data)) == tokenizer.decode(data)
 
 
+@unhurried
+@example(data=["hello"] * 12 + ["</s>", "quick"])
+@example(data=["The"] * 5 + ["</s>"] * 20 + ["quick"])
+@given(data=st.lists(st.sampled_from(["The", "quick", "</s>"]), min_size=12, max_size=40))
+def test_a_word_after_hidden_tokens_keeps_its_space(both, data):
+    tokenizer, theirs = both
+    words = {word: tokenizer.encode(f"a {word}")[len(tokenizer.encode("a")) :] for word in ("The", "quick", "hello")}
+    words["</s>"] = [theirs.eos_token_id]
+    token_ids = [token_id for word in data for token_id in words[word]]
+    assert "".join(streamed(tokenizer, [], token_ids)) == tokenizer.decode(token_ids)
+
+
 def test_a_word_after_the_prompt_keeps_its_space(both):
     tokenizer, _ = both
     whole = tokenizer.encode("The quick")

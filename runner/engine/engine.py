@@ -487,7 +487,9 @@ class Engine:
         elif request.num_delivered >= request.max_output_tokens:
             reason = "length"
         if reason:
-            text += request.stream.finish() if request.stream else ""
+            if request.stream:
+                text += request.stream.finish()
+                reason = "stop" if request.stream.stopped else reason
             self._end(request)
             self._left.append(self._seen(request, now))
         return output_of(request, now, token=token, text=text, reason=reason)

@@ -27,7 +27,7 @@ class TextStream:
     def __init__(
         self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int], stops: Sequence[str] = ()
     ) -> None:
-        self.stopped = False
+        self.stopped = self._may_stop = False
         self._decode, self._stops = decode, [_Search(stop) for stop in stops]
         self._held = ""
         # `_num_decoded` tokens of the window, that is `_num_chars` characters, have been delivered or held.
@@ -35,17 +35,19 @@ class TextStream:
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """The text that can be delivered now. Stop strings are ignored unless `may_stop`."""
+        self._may_stop = bool(self._stops) and may_stop
         text = self._decoded(token_id)
-        if not self._stops or not may_stop:
-            return text
-        return self._before_stop(text)
+        return self._before_stop(text) if self._may_stop else text
 
     def finish(self) -> str:
-        """The text held back, after the last token; an incomplete character becomes U+FFFD, as in `decode`."""
+        """The text held back, after the last token; an incomplete character becomes U+FFFD, as in `decode`. The text
+        before such a character may still have a stop string."""
         if self.stopped:
             return ""
+        text = self._decode(self._window)[self._num_chars :]
+        text = self._before_stop(text) if self._may_stop else text
         rest, self._held = self._held, ""
-        return rest + self._decode(self._window)[self._num_chars :]
+        return text + rest
 
     def _decoded(self, token_id: int) -> str:
         self._window.append(token_id)

@@ -277,6 +277,12 @@ def test_an_unfinished_character_waits_and_shows_at_the_end(runner):
     assert [output.text for output in outputs] == ["\ufffd"]
 
 
+def test_a_stop_string_that_only_the_end_shows_is_the_reason(runner):
+    only = {token_id: -100.0 for token_id in range(VOCAB) if token_id != 0xC3}
+    (output,) = run(runner, [65], greedy(max_tokens=1, logit_bias=only, stop=["\ufffd"]), tokenizer=BYTES)
+    assert (output.text, output.finish_reason) == ("", "stop")
+
+
 # Leaving early
 
 

@@ -15,6 +15,7 @@ from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
 
 from exeplan.core.models.model import model_spec
 from exeplan.errors import InputError
+from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.engine.tokenizer import FileCodec, Tokenizer, eos_token_ids
 
 CORPUS = [
@@ -327,6 +328,15 @@ def test_stop_strings_end_the_text_before_them(both, text, stops):
 def test_what_could_become_a_stop_string_waits():
     assert streamed(SHIPPED, [], b"xENoENDy", ["END"]) == ["x", "", "", "ENo", "", "", "", ""]
     assert streamed(SHIPPED, [], b"xEN", ["END"]) == ["x", "", "", "EN"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "may_stop", "text"), [("EN", True, "x"), ("END!", True, "xEND\ufffd"), ("EN", False, "xEND\ufffd")]
+)
+def test_a_stop_string_before_half_a_character_ends_the_text(stop, may_stop, text):
+    stream = TextStream(lambda token_ids: "xEND\ufffd" * len(token_ids), [], [stop])
+    assert stream.push(0, may_stop=may_stop) + stream.finish() == text
+    assert stream.stopped == (text == "x")
 
 
 def test_stop_strings_wait_for_min_tokens():

@@ -121,6 +121,7 @@ class MultiDeviceProfiler:
         rig = Rig(
             self.work.spec,
             dtype=work.dtype,
+            kv_dtype=work.kv_dtype,
             device=self.device,
             copies=num_copies(work),
             num_blocks=self.reach.num_blocks,
@@ -133,8 +134,9 @@ class MultiDeviceProfiler:
         points = measured_points(m for m in known.measurements if m.tensor_parallel_size == 1)
         reference = None
         if known.reference_passes:
+            # The whole model's, as those that the profile's seconds are of.
             reference = with_own_weights(
-                work.spec, known.reference_passes, dtype=known.dtype, kv_dtype=known.cache_dtype
+                self.work.spec, known.reference_passes, dtype=known.dtype, kv_dtype=known.cache_dtype
             )
         return shard_rows(rig, work, self.reach, more=points, size=size, seconds=seconds, reference=reference)
 

@@ -9,13 +9,16 @@ import torch
 
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.models.model import ModelSpec, model_spec
-from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
+from exeplan.core.profile import Measurement, Profile, ReferencePass, load_profile, save_profile
 from exeplan.core.schedule import Sharding, Stage
 from exeplan.errors import InputError
-from exeplan.profiler.multi_device import worker_passes
-from exeplan.profiler.multi_device.multi_device import check_num_devices
+from exeplan.profiler.measuring.measure import Rig
+from exeplan.profiler.measuring.points import Work
+from exeplan.profiler.multi_device import multi_device, worker_passes
+from exeplan.profiler.multi_device.multi_device import MultiDeviceProfiler, check_num_devices
 from exeplan.profiler.multi_device.worker_passes import WorkerPlan, pass_rows
 from exeplan.profiler.profile_model import profile_model
+from exeplan.runner.compute.reference_passes import ReferencePasses
 from exeplan.runner.load import Load
 from exeplan.simulator.cost import CostModel
 
@@ -99,6 +102,33 @@ def test_it_predicts_plans_on_two_devices(profile: Profile, placement: tuple[Sta
     nothing = [replace(m, seconds=1e-12) if m.op in links else m for m in profile.measurements]
     parts = CostModel(replace(silent, measurements=tuple(nothing)), placement)
     assert cost.batch_seconds(Batch(decode=rows)) > parts.batch_seconds(Batch(decode=rows)) > 0
+
+
+@pytest.fixture
+def timed_shard(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> tuple[Rig, ReferencePasses]:
+    """What the rows of a shard of two would be timed with, keys and values in float16."""
+    found = []
+    monkeypatch.setattr(multi_device, "shard_rows", lambda rig, *_, reference, **__: found.append((rig, reference)))
+    profiler = MultiDeviceProfiler(
+        num_devices=2,
+        work=Work(spec=tiny(), dtype="bfloat16", device=profile.device, layer_bytes=1 << 20, kv_dtype="float16"),
+        reach=SimpleNamespace(num_blocks=4),
+        device="cpu",
+        dummy_weights=True,
+    )
+    passes = (ReferencePass(kind="decode", num_seqs=1, num_tokens=8, num_layers=1),)
+    profiler._shard(2, replace(profile, measurements=(), reference_passes=passes), 1.0)
+    return found[0]
+
+
+def test_a_shards_slowness_is_told_by_passes_of_the_whole_model(timed_shard: tuple[Rig, ReferencePasses]) -> None:
+    _, reference = timed_shard
+    assert reference._runner.spec == replace(tiny(), num_layers=1)
+
+
+def test_a_shards_cache_has_the_dtype_of_the_models(timed_shard: tuple[Rig, ReferencePasses]) -> None:
+    rig, _ = timed_shard
+    assert rig.runner.cache.both_tables(0).dtype == torch.float16
 
 
 def test_an_unfinished_run_measures_what_is_left_and_keeps_the_rest(profile: Profile, tmp_path: Path) -> None:

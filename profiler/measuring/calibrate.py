@@ -61,18 +61,21 @@ def burst(
     rig: Rig,
     *,
     seed: int,
+    longest: int,
     num_slots: int = FEW_SLOTS,
     keeps_rows: bool = False,
     between: Callable[[], None] = lambda: None,
 ) -> list[BurstStep]:
     """A short load of ragged requests that join and leave; the first passes, which warm up, are left out.
 
-    With `keeps_rows` one batch, its finished rows kept until all are done. Calls `between` before each step. On a CPU
-    with one thread a step that was disturbed by other processes counts with its CPU time.
+    No request has more than `longest` tokens; where few short ones fit the cache, no pass may be left. With
+    `keeps_rows` one batch, its finished rows kept until all are done. Calls `between` before each step. On a CPU with
+    one thread a step that was disturbed by other processes counts with its CPU time.
     """
     steps: list[BurstStep] = []
     schedule = Schedule("static", {"batch_size": num_slots}) if keeps_rows else _joined_and_left(num_slots)
-    requests = _requests(rig, random.Random(seed), num_slots + (0 if keeps_rows else LATER_REQUESTS))
+    most = num_slots + (0 if keeps_rows else LATER_REQUESTS)
+    requests = _requests(rig, random.Random(seed), most, longest=longest)
     with rig.engine(schedule) as engine:
         for request in requests:
             engine.add(request)
@@ -265,12 +268,12 @@ def _at_profile_speed(steps: Sequence[BurstStep], speed: MachineSpeed | None) ->
     return [step.seconds / float(factor) for step, factor in zip(steps, slow, strict=True)]
 
 
-def _requests(rig: Rig, draw: random.Random, most: int) -> list[Request]:
-    longest, longest_output = min(_LONGEST_PROMPT, rig.longest // 2), min(_LONGEST_OUTPUT, rig.longest // 3)
-    fitting = rig.runner.cache.num_blocks // num_blocks_for(longest + longest_output)
+def _requests(rig: Rig, draw: random.Random, most: int, *, longest: int) -> list[Request]:
+    longest_prompt, longest_output = min(_LONGEST_PROMPT, longest // 2), min(_LONGEST_OUTPUT, longest // 3)
+    fitting = rig.runner.cache.num_blocks // num_blocks_for(longest_prompt + longest_output)
     requests = []
     for index in range(min(most, 2 * fitting)):
-        prompt = [draw.randrange(rig.runner.spec.vocab_size) for _ in range(draw.randint(1, longest))]
+        prompt = [draw.randrange(rig.runner.spec.vocab_size) for _ in range(draw.randint(1, longest_prompt))]
         sampling = SamplingParams(temperature=0.0, max_tokens=draw.randint(1, longest_output), ignore_eos=True)
         requests.append(Request(request_id=f"burst-{index}", prompt_token_ids=prompt, sampling=sampling))
     return requests

@@ -125,21 +125,29 @@ class Campaign:
         while self.burst_seconds <= self.goal.elapsed * (_RESTLESS_BURST_SHARE if self._restless else _BURST_SHARE):
             if self._num_bursts > before and not (self._restless and self.goal.elapsed < self.goal.budget_seconds):
                 return
-            self._burst()
+            if not self._burst():
+                return
 
     @property
     def _restless(self) -> bool:
         return self.reference is not None and self.reference.restless
 
-    def _burst(self) -> None:
+    def _burst(self) -> bool:
+        """Tells whether it had passes that count: of a short range none may be left."""
         began = time.monotonic()
         watch = partial(self._watch_speed, _BURST_WATCH_SECONDS)
         keeps_rows = self._num_bursts % 3 == 2
         steps = burst(
-            self.rig, seed=self._num_bursts, num_slots=self._burst_slots(), keeps_rows=keeps_rows, between=watch
+            self.rig,
+            seed=self._num_bursts,
+            longest=self.reach.max_context,
+            num_slots=self._burst_slots(),
+            keeps_rows=keeps_rows,
+            between=watch,
         )
         self.bursts[keeps_rows].append(steps)
         self.burst_seconds += time.monotonic() - began
+        return bool(steps)
 
     @property
     def _num_bursts(self) -> int:
@@ -276,14 +284,19 @@ class Campaign:
         kept = len(profile.measurements)
         return f"stopped; {self.output} keeps {kept} measurements, and the same command resumes from there"
 
+    def _whole_steps(self, profile: Profile) -> str:
+        if not any(self.bursts[False]):
+            return "no burst of real load had passes to count, so whole steps count as the sum of their parts"
+        sure = _sure(profile.calibration_error)
+        return f"whole steps take {profile.calibration:.3f} times the sum of their parts ({sure})"
+
     def _report(self, profile: Profile) -> None:
         error = worst_error(self.samples, self.reach, num_layers=self.work.spec.num_layers)
         kept = profile.kept_rows_calibration
         self.bar.note(
             f"{len(profile.measurements)} measurements from {self.num_visits} visits in {self.goal.elapsed:.0f} s; "
             f"interpolation between them may miss a layer by {error:.1%}; "
-            f"whole steps take {profile.calibration:.3f} times the sum of their parts "
-            f"({_sure(profile.calibration_error)})"
+            + self._whole_steps(profile)
             + (f", prefills {profile.prefill_calibration:.3f} times" if profile.prefill_calibration != 1 else "")
             + (f", batches that keep their rows {kept:.3f} times ({_sure(profile.kept_rows_error)})" if kept else "")
             + (f", and {1e3 * profile.pass_seconds:.2f} ms a pass before that" if profile.pass_seconds else "")

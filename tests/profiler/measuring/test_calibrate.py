@@ -1,7 +1,9 @@
 """The calibration is the time of whole engine steps over the prediction from their parts."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.profile import Profile, ReferencePass
 from exeplan.core.runs.machine_speed import MachineSpeed, SpeedSample
-from exeplan.profiler.measuring.calibrate import BurstStep, Calibration, calibrate
+from exeplan.profiler.measuring.calibrate import BurstStep, Calibration, _requests, calibrate
 from exeplan.runner.engine.engine import StepRecord
 from exeplan.simulator.cost import CostModel
 
@@ -173,3 +175,13 @@ def test_bursts_that_agree_by_chance_are_no_surer_than_the_speed_of_their_time(
     found = calibrate(bursts, profile, num_layers=6, speed=speed)
     assert found.error == pytest.approx(1.15 * speed.error_between(5.0, 12.0) / 2**0.5)
     assert calibrate(bursts, profile, num_layers=6).error < 0.1 * found.error
+
+
+@pytest.mark.parametrize(("longest", "num_blocks"), [(15, 2), (63, 5), (63, 20), (127, 72)])
+def test_requests_of_a_burst_stay_within_the_measured_contexts(longest: int, num_blocks: int) -> None:
+    """Of a model that reaches much further, in a cache for the measured ones."""
+    spec = SimpleNamespace(vocab_size=50, max_context=4096)
+    rig = SimpleNamespace(longest=4096, runner=SimpleNamespace(spec=spec, cache=SimpleNamespace(num_blocks=num_blocks)))
+    requests = _requests(rig, random.Random(0), 32, longest=longest)
+    assert len(requests) >= 2
+    assert max(len(one.prompt_token_ids) + one.sampling.max_tokens for one in requests) <= longest

@@ -13,16 +13,20 @@ BUDGET = 30.0
 class Bursting(Campaign):
     """Bursts of two seconds by a clock of its own, and nothing else of a campaign."""
 
-    def __init__(self, *, restless: bool | None, elapsed: float, burst_seconds: float = 0.0) -> None:
+    def __init__(
+        self, *, restless: bool | None, elapsed: float, burst_seconds: float = 0.0, has_passes: bool = True
+    ) -> None:
+        self.has_passes = has_passes
         self.now, self.burst_seconds = elapsed, burst_seconds
         self.goal = Goal(started=0.0, budget_seconds=BUDGET, target_error=0.03)
         self.reference = None if restless is None else SimpleNamespace(restless=restless)
         self.bursts = {False: [], True: []}
 
-    def _burst(self) -> None:
+    def _burst(self) -> bool:
         self.now += 2.0
         self.burst_seconds += 2.0
         self.bursts[False].append([])
+        return self.has_passes
 
 
 def bursts_after(monkeypatch: pytest.MonkeyPatch, **state) -> int:
@@ -46,3 +50,7 @@ def test_on_a_restless_machine_bursts_fill_a_third_of_the_time(monkeypatch):
 
 def test_bursts_begin_no_further_one_beyond_the_budget(monkeypatch):
     assert bursts_after(monkeypatch, restless=True, elapsed=BUDGET - 1.0) == 1
+
+
+def test_a_burst_without_passes_is_not_repeated_in_its_round(monkeypatch):
+    assert bursts_after(monkeypatch, restless=True, elapsed=12.0, has_passes=False) == 1

@@ -70,12 +70,15 @@ class BusiestFirst:
     """
 
     def __init__(self, router: Callable[[Tensor], tuple[Tensor, Tensor]], count: int, size: int) -> None:
-        self._router, self._count, self._each = router, count, count // size
+        self._router, self._count, self._size = router, count, size
 
     def __call__(self, x_NE: Tensor) -> tuple[Tensor, Tensor]:
         weight_Nk, expert_Nk = self._router(x_NE)
-        busiest = torch.bincount(expert_Nk.flatten() // self._each).argmax()
-        return weight_Nk, (expert_Nk - busiest * self._each) % self._count
+        each = self._count // self._size
+        part_X = expert_Nk.flatten() // each
+        # Not `bincount`, which reads its largest number on the host: a graph may be captured.
+        tokens_P = part_X.new_zeros(self._size).scatter_add_(0, part_X, torch.ones_like(part_X))
+        return weight_Nk, (expert_Nk - tokens_P.argmax() * each) % self._count
 
 
 def time_the_busiest(model: object, size: int) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import Device
@@ -117,3 +118,11 @@ def test_the_rank_that_is_timed_has_the_busiest_part_of_every_batch() -> None:
             x_NE = torch.randn(1 + number, 48)
             parts = torch.bincount(block.router(x_NE)[1].flatten() // 3, minlength=2)
             assert parts[0] == parts.max()
+
+
+def test_the_busiest_part_is_found_without_the_host() -> None:
+    """As a captured graph must: fake tensors have no values that the host could read."""
+    with FakeTensorMode():
+        expert_Nk = torch.zeros(5, 2, dtype=torch.int64)
+        router = BusiestFirst(lambda x_NE: (torch.ones(5, 2), expert_Nk), 6, 2)
+        assert router(torch.zeros(5, 48))[1].shape == (5, 2)

@@ -15,16 +15,26 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
 from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Measurement
 from exeplan.core.schedule import Schedule
 from exeplan.planner.problems.layouts import placed
+from exeplan.runner.compute.device import local_device
+from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.tokens.sampling import SamplingParams
+from exeplan.runner.compute.warm_up import warm_up_runner
+from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.timeline import read_events
-from exeplan.runner.engine_process.build import build_engine, engine_setup
+from exeplan.runner.engine.executor import InProcessExecutor
+from exeplan.runner.engine.timeline import TimelineFile, read_events
+from exeplan.runner.engine.tokenizer import Tokenizer
+from exeplan.runner.engine_process.build import build_engine, engine_setup, warm_up
+from exeplan.runner.ipc.messages import EngineSetup
+from exeplan.scheduling.largest_passes import most_rows
 
 _LAYERS = 4
 """Layers of a stage: enough that idle processes sleep as deeply as with a whole model."""
@@ -39,6 +49,7 @@ def control_rows(
     *,
     stages: Sequence[tuple[int, ...]],
     dtype: str,
+    kv_dtype: str | None = None,
     device: str,
     num_threads: int,
     num_seqs: Sequence[int],
@@ -51,6 +62,7 @@ def control_rows(
         schedule=Schedule("orca", {"max_num_seqs": max(num_seqs)}),
         placement=(),
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
         num_threads=num_threads,
         kv_cache_tokens=max(num_seqs) * num_blocks_for(_PROMPT + _STEPS) * BLOCK_SIZE,
@@ -112,11 +124,37 @@ class _Watched:
 def _watched(plan: Plan, spec: ModelSpec, stages: Sequence[tuple[int, ...]]) -> Iterator[_Watched]:
     """An engine on these devices, with a few of the model's layers."""
     layers = [max(1, min(_LAYERS, spec.num_layers // len(stages)))] * len(stages)
-    few = replace(spec, num_encoder_layers=min(spec.num_encoder_layers, sum(layers)))
+    few = replace(spec, num_layers=sum(layers), num_encoder_layers=min(spec.num_encoder_layers, sum(layers)))
+    alone = len(stages) == len(stages[0]) == 1
     with tempfile.TemporaryDirectory() as folder:
         timeline = Path(folder) / "timeline.json"
-        setup = engine_setup(
-            replace(plan, placement=placed(few, stages, layers)), spec, dummy_weights=True, timeline=timeline
-        )
-        with closing(build_engine(setup)) as engine:
+        setup = _setup(replace(plan, placement=placed(few, stages, layers)), spec, timeline)
+        with closing(_local_engine(setup, few, timeline) if alone else build_engine(setup)) as engine:
             yield _Watched(engine, timeline, len(stages))
+
+
+def _setup(plan: Plan, spec: ModelSpec, timeline: Path) -> EngineSetup:
+    """With the plan's KV cache on a GPU too: none of two engines that share it may fill it."""
+    setup = engine_setup(plan, spec, dummy_weights=True, timeline=timeline)
+    return msgspec.structs.replace(setup, gpu_memory_utilization=None)
+
+
+def _local_engine(setup: EngineSetup, few: ModelSpec, timeline: Path) -> Engine:
+    """An engine in this process with the layers of `few`; one that is built by the setup has all of the model's."""
+    options, schedule = setup.engine, setup.schedule
+    runner = ModelRunner(
+        few,
+        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
+        device=str(local_device(options.device, setup.placement[0].devices[0])),
+        num_blocks=options.num_blocks,
+        dummy_weights=True,
+    )
+    if runner.kernels is not None:
+        warm_up_runner(runner, most_rows(schedule))
+    kind = InProcessExecutor if runner.kernels is None else AsyncExecutor
+    executor = kind(runner, timeline=TimelineFile(timeline, num_stages=1))
+    engine = Engine(executor, schedule, tokenizer=Tokenizer.load(few), num_blocks=options.num_blocks)
+    warm_up(engine)
+    engine.switch_plan(schedule)  # Its queues are as new then.
+    return engine

@@ -173,6 +173,7 @@ class MultiDeviceProfiler:
             spec,
             stages=[tuple(range(degrees[-1]))] if degrees else pipeline,
             dtype=self.work.dtype,
+            kv_dtype=self.work.kv_dtype,
             device=self.device,
             num_threads=torch.get_num_threads(),
             num_seqs=(*powers(1, most, 4), most),

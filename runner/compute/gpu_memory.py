@@ -48,7 +48,7 @@ def measure_kv_budget(runner: ModelRunner, schedule: Schedule, utilization: floa
     """Gives the runner a KV cache that fills its GPU, where a memory utilization is given."""
     if utilization is None:
         return None
-    share, meter = utilization - GRAPHS_SHARE, CudaMeter(runner.device)
+    meter = CudaMeter(runner.device)
     # Kernels choose their configurations before passes over contexts of one token could mislead them.
     left = meter.memory().free
     try:
@@ -59,7 +59,7 @@ def measure_kv_budget(runner: ModelRunner, schedule: Schedule, utilization: floa
             f"the weights leave {show_bytes(left)} of {show_bytes(meter.memory().total)}, too little for one pass; "
             "use more GPUs, or a smaller dtype"
         ) from None
-    return fit_cache(runner, schedule, meter, utilization=share)
+    return fit_cache(runner, schedule, meter, utilization=utilization, reserve=GRAPHS_SHARE)
 
 
 def tuning_blocks(runner: ModelRunner, meter: Meter) -> int:
@@ -71,18 +71,28 @@ def tuning_blocks(runner: ModelRunner, meter: Meter) -> int:
     return blocks
 
 
-def fit_cache(runner: ModelRunner, schedule: Schedule, meter: Meter, *, utilization: float) -> KVBudget:
+def fit_cache(
+    runner: ModelRunner, schedule: Schedule, meter: Meter, *, utilization: float, reserve: float = 0.0
+) -> KVBudget:
     """Runs the largest passes, then gives the runner a KV cache of all the blocks that fit into the remaining memory.
 
-    Tries smaller passes where the cache could not hold the tokens of the largest, unless the schedule itself limits
-    them: it would run passes of its limit whatever was measured. Raises InputError when not even the last pass fits.
+    Of the share `utilization` of the memory `reserve` is left for what is captured afterwards. Tries smaller passes
+    where the cache could not hold the tokens of the largest, unless the schedule itself limits them: it would run
+    passes of its limit whatever was measured. Raises InputError when not even the last pass fits.
     """
     block_bytes, sizes = runner.cache.num_bytes // runner.cache.num_blocks, pass_sizes(runner.spec, schedule)
     for tokens in sizes:
         runner.use_blocks(0)
         last = tokens == sizes[-1]
         found = _budget_for(
-            runner, tokens, schedule, meter, utilization=utilization, block_bytes=block_bytes, last=last
+            runner,
+            tokens,
+            schedule,
+            meter,
+            utilization=utilization,
+            reserve=reserve,
+            block_bytes=block_bytes,
+            last=last,
         )
         enough = found is not None and (last or found.num_blocks * BLOCK_SIZE >= tokens)
         if _on_all_ranks(runner, enough) and found:
@@ -105,6 +115,7 @@ def _budget_for(
     meter: Meter,
     *,
     utilization: float,
+    reserve: float,
     block_bytes: int,
     last: bool,
 ) -> KVBudget | None:
@@ -119,7 +130,9 @@ def _budget_for(
     runner.use_blocks(0)
     memory = meter.memory()
     try:
-        number = num_kv_blocks(memory, utilization=utilization, workspace=workspace, block_bytes=block_bytes)
+        number = num_kv_blocks(
+            memory, utilization=utilization, reserve=reserve, workspace=workspace, block_bytes=block_bytes
+        )
     except InputError:
         if last:
             raise

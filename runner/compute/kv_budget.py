@@ -9,6 +9,7 @@ plan. Not here: a CPU, whose cache has the plan's size.
 """
 
 import logging
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -36,17 +37,20 @@ class GPUMemory(NamedTuple):
     free: int
 
 
-def num_kv_blocks(memory: GPUMemory, *, utilization: float, workspace: int, block_bytes: int) -> int:
+def num_kv_blocks(
+    memory: GPUMemory, *, utilization: float, reserve: float = 0.0, workspace: int, block_bytes: int
+) -> int:
     """KV blocks that fit when this share of the GPU's memory may be in use, by all processes together.
 
-    Raises InputError, naming the smallest sufficient share, when not even one block fits.
+    Of that share `reserve` is kept for what is not there yet, such as captured graphs. Raises InputError, naming the
+    smallest sufficient share, when not even one block fits.
     """
     in_use = memory.total - memory.free + workspace
-    left = round(utilization * memory.total) - in_use
+    left = round((utilization - reserve) * memory.total) - in_use
     if left >= block_bytes:
         return left // block_bytes
-    least = (in_use + block_bytes) / memory.total
-    remedy = f"the smallest that suffices is {least:.3f}" if least < 1 else "use more GPUs, or a smaller dtype"
+    least = math.ceil(1000 * ((in_use + block_bytes) / memory.total + reserve)) / 1000
+    remedy = f"the smallest that suffices is {least:.3f}" if least <= 1 else "use more GPUs, or a smaller dtype"
     raise InputError(
         f"weights and a workspace of {show_bytes(workspace)} need {show_bytes(in_use)} of {show_bytes(memory.total)}; "
         f"--gpu-memory-utilization {utilization:g} leaves no memory for keys and values; {remedy}"

@@ -67,6 +67,15 @@ def test_a_refusal_names_the_smallest_sufficient_share():
         num_kv_blocks(memory, utilization=0.7, workspace=300, block_bytes=10)
 
 
+def test_a_refusal_counts_in_shares_as_the_person_gives_them():
+    # 0.7604 are needed, and 0.01 for captured graphs: 0.770 would not suffice.
+    memory = GPUMemory(total=10_000, free=3_000)
+    options = {"reserve": 0.01, "workspace": 504, "block_bytes": 100}
+    with pytest.raises(InputError, match=r"--gpu-memory-utilization 0.77 .* the smallest that suffices is 0.771"):
+        num_kv_blocks(memory, utilization=0.77, **options)
+    assert num_kv_blocks(memory, utilization=0.771, **options) == 1
+
+
 class ToyGpu:
     """A device of `total` bytes on which a pass takes 100 bytes a token next to the cache, and its meter."""
 

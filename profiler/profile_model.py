@@ -14,7 +14,7 @@ from exeplan.core.models.model import FP8, ModelSpec
 from exeplan.core.profile import Device, Profile, load_profile
 from exeplan.errors import InputError
 from exeplan.profiler.measuring.campaign import Campaign, Goal, num_copies
-from exeplan.profiler.measuring.device import check_device, device_name, measure_device, versions
+from exeplan.profiler.measuring.device import available_memory, check_device, device_name, measure_device, versions
 from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.memory import tensor_bytes
 from exeplan.profiler.measuring.points import Work, choose_range
@@ -93,7 +93,7 @@ def profile_model(
             copies=copies,
             max_num_seqs=max_num_seqs or (_CUDA_SEQS if place.type == "cuda" else _CPU_SEQS),
             max_context=min(max_context or spec.max_context, spec.max_context),
-            memory_bytes=_kv_bytes(found, budget_seconds),
+            memory_bytes=_kv_bytes(found, place, budget_seconds),
             pass_seconds=budget_seconds * _PASS_SHARE * (ONE_DEVICE_SHARE if num_devices > 1 else 1.0),
         )
         rig = Rig(
@@ -142,10 +142,11 @@ def _check(
         raise InputError(f"max_context {max_context} is beyond the {spec.max_context} tokens that {spec.name} can hold")
 
 
-def _kv_bytes(device: Device, budget_seconds: float) -> int:
-    """Bytes that the KV cache of the measurements may take."""
-    share = device.memory_bytes * _KV_SHARE_OF_MEMORY
-    return int(share if device.kind == "cuda" else min(share, budget_seconds * _KV_BYTES_A_SECOND))
+def _kv_bytes(device: Device, place: torch.device, budget_seconds: float) -> int:
+    """Bytes that the KV cache of the measurements may take: on a GPU a share of what is free."""
+    if place.type == "cuda":
+        return int(_KV_SHARE_OF_MEMORY * available_memory(place))
+    return int(min(_KV_SHARE_OF_MEMORY * device.memory_bytes, budget_seconds * _KV_BYTES_A_SECOND))
 
 
 def _layer_bytes(spec: ModelSpec, *, dtype: str, device: str) -> tuple[int, int]:

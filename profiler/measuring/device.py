@@ -56,7 +56,7 @@ def measure_device(device: str, dtype: torch.dtype, *, fp8: bool = False) -> Dev
     return Device(
         name=device_name(place),
         kind=place.type,
-        memory_bytes=available_memory(place),
+        memory_bytes=device_memory(place),
         num_threads=torch.get_num_threads() if place.type == "cpu" else 1,
         copy_bytes_per_second=copy_rate(place, cache),
         flops_per_second=matrix_rate(place, dtype, fp8=fp8),
@@ -97,6 +97,14 @@ def cache_bytes(place: torch.device) -> int:
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     found = [int(size[:-1]) * units[size[-1]] for size in sizes if size[:-1].isdigit() and size[-1] in units]
     return max(found, default=_DEFAULT_CACHE)
+
+
+def device_memory(place: torch.device) -> int:
+    """Bytes of memory: of a GPU all, of which plans take a share and subtract what driver and libraries hold there
+    (`Profile.runtime_bytes`); of a CPU those that a process can use now."""
+    if place.type == "cuda":
+        return int(torch.cuda.mem_get_info(place)[1])
+    return available_memory(place)
 
 
 def available_memory(place: torch.device) -> int:

@@ -18,12 +18,14 @@ import exeplan
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.models.model import ModelSpec, load_model_spec
 from exeplan.core.pass_memory import GRAPHS_SHARE, MEMORY_UTILIZATION
-from exeplan.core.profile import Profile
+from exeplan.core.profile import Device, Profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.policies import pass_limits
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
+from exeplan.profiler.measuring.device import device_memory
 from exeplan.profiler.measuring.memory import runtime_bytes
+from exeplan.profiler.profile_model import _kv_bytes
 from exeplan.runner.compute import gpu_memory
 from exeplan.runner.compute.gpu_memory import measure_kv_budget, run_passes
 from exeplan.runner.compute.model_runner import ModelRunner
@@ -215,6 +217,16 @@ def test_a_profile_measures_what_driver_and_libraries_hold_beside_tensors():
         weights = torch.empty(1 << 30, dtype=torch.uint8, device="cuda:0")
         assert runtime_bytes(weights.device) == 3 << 30
     assert runtime_bytes(torch.device("cpu")) is None
+
+
+def test_a_profiled_gpus_memory_is_all_of_it_and_driver_and_libraries_are_subtracted_once():
+    with fake_gpu(1 << 36, taken=3 << 30):
+        place = torch.empty(1 << 30, dtype=torch.uint8, device="cuda:0").device
+        memory, runtime = device_memory(place), runtime_bytes(place)
+        assert memory - runtime == (1 << 36) - (3 << 30)
+    device = Device(name="any", kind="cuda", memory_bytes=memory, copy_bytes_per_second=1e12, flops_per_second=1e14)
+    with fake_gpu(1 << 36, taken=3 << 34):
+        assert _kv_bytes(device, place, 60.0) == 1 << 32  # A quarter of what is free.
 
 
 @pytest.mark.parametrize("model", sorted(NOT_ON_GPUS))

@@ -65,13 +65,17 @@ def measure_device(device: str, dtype: torch.dtype, *, fp8: bool = False) -> Dev
 
 
 def check_device(device: str) -> torch.device:
-    """The torch device of that name. Raises InputError unless it is a CPU or a CUDA device that is there."""
+    """The torch device of that name. Raises InputError unless it is a CPU or a CUDA device that is there, or where it
+    has a number: a process is profiled on the first GPU that it sees."""
     try:
         place = torch.device(device)
     except RuntimeError:
         raise InputError(f"no device '{device}'; there are cpu and cuda") from None
     if place.type not in ("cpu", "cuda"):
         raise InputError(f"no device '{device}'; there are cpu and cuda")
+    if place.index is not None:
+        choice = f" and CUDA_VISIBLE_DEVICES={place.index}" if place.type == "cuda" else ""
+        raise InputError(f"device '{device}' has a number; choose it by --device {place.type}{choice}")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device '{device}' needs a CUDA GPU and this machine has none; use --device cpu")
     return place

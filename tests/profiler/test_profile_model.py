@@ -147,6 +147,8 @@ def test_stopping_by_hand_keeps_what_was_measured(tmp_path: Path) -> None:
         ({"max_context": 65}, "max_context 65 is beyond the 64 tokens that tiny can hold"),
         ({"max_context": 4}, "a context of at least 16 tokens"),
         ({"device": "tpu"}, "no device 'tpu'"),
+        ({"device": "cuda:1"}, "'cuda:1' has a number; choose it by --device cuda and CUDA_VISIBLE_DEVICES=1"),
+        ({"device": "cpu:0"}, "'cpu:0' has a number; choose it by --device cpu"),
     ],
 )
 def test_what_cannot_be_measured_is_said(tmp_path: Path, options: dict[str, object], message: str) -> None:

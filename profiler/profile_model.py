@@ -50,13 +50,14 @@ def profile_model(
     num_devices: int = 1,
     progress: bool = True,
     captured: bool | None = None,
+    complete: bool = True,
 ) -> Profile:
     """Measures the model and writes the profile to `output`, after every round and at the end.
 
     `captured` times decode iterations as captured graphs, the default on a GPU. With several devices the profile also
     has shards of layers, links, control and bursts on workers. An unfinished profile in `output` is resumed when it was
-    made for the same model, dtype, device and versions. Raises InputError for what cannot be measured, and
-    KeyboardInterrupt with a sentence on interruption.
+    made for the same model, dtype, device and versions; one that is not `complete` stays unfinished, because more is to
+    come. Raises InputError for what cannot be measured, and KeyboardInterrupt with a sentence on interruption.
     """
     started = time.monotonic()
     _check(
@@ -108,14 +109,14 @@ def profile_model(
         )
         goal = Goal(started=started, budget_seconds=budget_seconds, target_error=target_error)
         if num_devices == 1:
-            return Campaign(rig, work, reach, goal=goal, output=output, bar=bar, before=before).run()
+            return Campaign(rig, work, reach, goal=goal, output=output, bar=bar, before=before).run(complete=complete)
         alone = replace(goal, budget_seconds=budget_seconds * ONE_DEVICE_SHARE)
         profile = Campaign(rig, work, reach, goal=alone, output=output, bar=bar, before=before).run(complete=False)
         del rig  # Frees its memory for the shards.
         multi_device = MultiDeviceProfiler(
             num_devices=num_devices, work=work, reach=reach, device=device, dummy_weights=dummy_weights
         )
-        return multi_device.extend(profile, goal=goal, output=output, bar=bar)
+        return multi_device.extend(profile, goal=goal, output=output, bar=bar, complete=complete)
 
 
 def _check(

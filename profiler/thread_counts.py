@@ -36,19 +36,24 @@ def profile_thread_counts(
 ) -> Profile:
     """Measures the model with each number of threads, on as many devices as have the cores of `num_devices` of the
     first number, in an equal share of the budget; writes one profile. `options` are those of `profile_model`."""
-    share = budget_seconds / len(counts)
-    first = profile_model(
-        spec, output=output, budget_seconds=share, num_threads=counts[0], num_devices=num_devices, **options
-    )
-    more = []
-    for count in counts[1:]:
-        part = output.with_name(f"{output.name}.{count}-threads")
-        number = max(num_devices * counts[0] // count, 1)
-        more.append(
-            profile_model(spec, output=part, budget_seconds=share, num_threads=count, num_devices=number, **options)
+    paths = [output, *(output.with_name(f"{output.name}.{count}-threads") for count in counts[1:])]
+    found = [
+        profile_model(
+            spec,
+            output=path,
+            budget_seconds=budget_seconds / len(counts),
+            num_threads=count,
+            num_devices=max(num_devices * counts[0] // count, 1),
+            complete=len(counts) == 1,
+            **options,
         )
-        part.unlink()
-    if not more:
-        return first
+        for path, count in zip(paths, counts, strict=True)
+    ]
+    if len(counts) == 1:
+        return found[0]
+    # Only now: a number that is interrupted is resumed with those before it, of which no file is a finished profile.
+    first, *more = (replace(one, complete=True) for one in found)
     save_profile(replace(first, more_threads=tuple(more)), output)
+    for path in paths[1:]:
+        path.unlink()
     return load_profile(output)

@@ -66,8 +66,8 @@ class MultiDeviceProfiler:
     device: str
     dummy_weights: bool
 
-    def extend(self, profile: Profile, *, goal: Goal, output: Path, bar: Progress) -> Profile:
-        """The whole profile, also written to `output`.
+    def extend(self, profile: Profile, *, goal: Goal, output: Path, bar: Progress, complete: bool = True) -> Profile:
+        """The whole profile, also written to `output`, `complete` unless more is to come.
 
         Raises KeyboardInterrupt with a sentence on interruption.
         """
@@ -81,13 +81,15 @@ class MultiDeviceProfiler:
                 if left[0].op == "pass":
                     bar.note(f"{left[0].name}: {remark(rows)}")
                 del left[0]
-                profile = replace(profile, measurements=(*profile.measurements, *rows), complete=not left)
+                profile = replace(profile, measurements=(*profile.measurements, *rows))
                 save_profile(profile, output)
         except KeyboardInterrupt:
             names = ", ".join(part.name for part in left)
             raise KeyboardInterrupt(
                 f"stopped; {output} lacks {names}, and the same command resumes from there"
             ) from None
+        profile = replace(profile, complete=complete)
+        save_profile(profile, output)
         bar.note(f"{self.num_devices} devices: {len(profile.measurements)} measurements in {goal.elapsed:.0f} s")
         return profile
 

@@ -4,9 +4,11 @@ import threading
 import time
 from _thread import interrupt_main
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.models.model import ModelSpec, model_spec
@@ -15,6 +17,7 @@ from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.profiler.measuring.lint import row_name
 from exeplan.profiler.profile_model import profile_model
+from exeplan.profiler.thread_counts import profile_thread_counts
 from exeplan.simulator.cost import CostModel
 
 pytestmark = pytest.mark.usefixtures("rates_measured_once")
@@ -124,18 +127,42 @@ def test_what_was_made_for_something_else_is_measured_anew(
     assert reason in capsys.readouterr().err
 
 
-def test_stopping_by_hand_keeps_what_was_measured(tmp_path: Path) -> None:
-    path = tmp_path / "stopped.json"
+def stop_once_there_is(path: Path) -> None:
+    """Interrupts this thread from another one."""
 
-    def stop_once_there_is_a_file() -> None:
+    def stop() -> None:
         while not path.exists():
             time.sleep(0.01)
         interrupt_main()
 
-    threading.Thread(target=stop_once_there_is_a_file, daemon=True).start()
+    threading.Thread(target=stop, daemon=True).start()
+
+
+def test_stopping_by_hand_keeps_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "stopped.json"
+
+    stop_once_there_is(path)
     with pytest.raises(KeyboardInterrupt, match=r"stopped; .* the same command resumes from there"):
         run(path, budget_seconds=60.0, target_error=0.0001)
     assert not load_profile(path).complete
+
+
+def test_several_thread_counts_that_are_interrupted_are_all_resumed(
+    tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    path, part = tmp_path / "both.json", tmp_path / "both.json.2-threads"
+    settings = {"output": path, "budget_seconds": 2.0, "max_num_seqs": 4, "max_context": 16, "dummy_weights": True}
+    stop_once_there_is(part)
+    with pytest.raises(KeyboardInterrupt):
+        profile_thread_counts(tiny(), (1, 2), target_error=0.0001, **settings)
+    assert not load_profile(path).complete
+    capsys.readouterr()
+    found = profile_thread_counts(tiny(), (1, 2), **settings)
+    assert "measuring anew" not in capsys.readouterr().err
+    assert found.complete
+    assert found.thread_counts == (1, 2)
+    assert not part.exists()
 
 
 @pytest.mark.parametrize(

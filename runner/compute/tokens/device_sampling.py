@@ -23,6 +23,8 @@ from exeplan.kernels.to_device import to_device
 from exeplan.runner.compute.tokens.noise import noise_key, signed
 from exeplan.runner.compute.tokens.sampling import SampledToken, SamplingInput, SamplingParams
 
+_ALIGNED = 4
+"""Numbers in 16 bytes: the kernel is recompiled for pointers that are not aligned to 16 bytes."""
 _NO_MASKS: Mapping[int, NDArray[np.uint8]] = MappingProxyType({})
 
 
@@ -88,14 +90,15 @@ def needs_tokens(rows: Sequence[SamplingInput]) -> bool:
 
 def _parameters(rows: Sequence[SamplingInput], positions: Sequence[int], device: torch.device) -> list[Tensor]:
     """The arguments of `kernels.draw` after the logits, by one copy."""
-    count = len(rows)
-    joined = np.empty(3 * count, dtype=np.int64)
+    count, places = len(rows), -(-len(rows) // _ALIGNED) * _ALIGNED
+    joined = np.zeros(3 * places, dtype=np.int64)
     joined[:count] = [signed(noise_key(row.seed, where)) for row, where in zip(rows, positions, strict=True)]
-    numbers = joined[count:].view(np.float32).reshape(4, count)
-    numbers[:3] = np.array([_drawing(row.sampling) for row in rows], dtype=np.float32).T
-    numbers[3].view(np.int32)[:] = [max(row.sampling.top_k, 0) for row in rows]
+    numbers = joined[places:].view(np.float32).reshape(4, places)
+    numbers[:3, :count] = np.array([_drawing(row.sampling) for row in rows], dtype=np.float32).T
+    numbers[3].view(np.int32)[:count] = [max(row.sampling.top_k, 0) for row in rows]
     on_device = to_device(joined, device)
-    temperature_R, tail_R, least_R, top_k_R = on_device[count:].view(torch.float32).view(4, count).unbind(0)
+    numbers_4R = on_device[places:].view(torch.float32).view(4, places).narrow(1, 0, count)
+    temperature_R, tail_R, least_R, top_k_R = numbers_4R.unbind(0)
     return [temperature_R, top_k_R.view(torch.int32), tail_R, least_R, on_device[:count]]
 
 

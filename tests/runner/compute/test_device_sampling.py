@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exeplan.kernels.select import REFERENCE, Kernels
-from exeplan.runner.compute.tokens.device_sampling import needs_tokens, sample_on_device
+from exeplan.runner.compute.tokens.device_sampling import _parameters, needs_tokens, sample_on_device
 from exeplan.runner.compute.tokens.sampling import SamplingParams, sample
 
 VOCAB = 50
@@ -80,6 +80,18 @@ def test_a_row_draws_the_same_token_in_any_batch():
     logits = random_logits(0, 4, VOCAB)
     alone = sample_on_device(logits[2:3].clone(), [row], REFERENCE).to_host()
     assert sample_on_device(logits.clone(), [*others[:2], row, others[2]], REFERENCE).to_host()[2] == alone[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_parameters_are_aligned_to_16_bytes_in_any_batch(count):
+    """The kernel is compiled for aligned ones before the first request, and anew for others."""
+    sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.75, min_p=0.5)
+    found = _parameters([Row(sampling)] * count, [0] * count, torch.device("cpu"))
+    assert [field.storage_offset() * field.element_size() % 16 for field in found] == [0] * 5
+    temperature_R, top_k_R, tail_R, least_R, key_R = (field.tolist() for field in found)
+    assert temperature_R == pytest.approx([0.7] * count)
+    assert (top_k_R, tail_R, least_R) == ([5] * count, [0.25] * count, pytest.approx([math.log(0.5)] * count))
+    assert len(key_R) == count
 
 
 def test_positions_count_tokens_that_the_host_does_not_know_yet():

@@ -22,8 +22,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 AVAILABLE = False
 """Whether kernels can be launched: on CUDA tensors or, interpreted, on CPU tensors."""
 
-jit: Callable[[Callable[..., Any]], Any]
-"""Makes a kernel of a function; `kernel[grid](...)` launches it."""
+jit: Callable[..., Any]
+"""Makes a kernel of a function; `kernel[grid](...)` launches it. A kernel is compiled anew for a number that is 1, or a
+multiple of 16, unless `do_not_specialize` names it: those must be named that differ between passes."""
 
 if not TYPE_CHECKING:
     try:
@@ -42,8 +43,8 @@ if not TYPE_CHECKING:
             def constexpr(value: object) -> object:
                 return value
 
-        def jit(function):
-            return function
+        def jit(function=None, **_options):
+            return function if function else jit
 
 
 def next_power_of_2(count: int) -> int:

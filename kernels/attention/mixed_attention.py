@@ -6,7 +6,7 @@ decoded contexts, which fill the idle multiprocessors: the former are compute-bo
 
 Letters, bytes and operations: those of `ragged_attention.py` and `paged_attention.py`, added up.
 """
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def mixed_attention(
     decode = decode_arguments(q_NHD[tokens:], cache, end_B, first_B, bias, scale, out_NHD[tokens:], parts)
     constants = {
         "PREFILL": prefill_constants(q_NHD, kv_heads, True, window),
-        "DECODE": decode_constants(q_NHD, kv_heads, parts, window),
+        "DECODE": decode_constants(q_NHD, kv_heads, window),
         "KV_HEADS": kv_heads,
     }
 
@@ -94,6 +94,7 @@ def mixed_attention(
             tiles,
             num_tile_programs,
             decode,
+            parts,
             **constants,
             ROWS=config.rows,
             COLUMNS=config.columns,
@@ -130,12 +131,13 @@ def mixed_attention_reference(
     return torch.cat([prefilled, decoded])
 
 
-@jit
+@jit(do_not_specialize=["num_tile_programs", "num_parts"])
 def _mixed(
     prefill,
     tiles,
     num_tile_programs,
     decode,
+    num_parts,
     PREFILL: tl.constexpr,
     DECODE: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -147,8 +149,8 @@ def _mixed(
         prefill_tile(program // PREFILL.HEADS, program % PREFILL.HEADS, prefill, tiles, PREFILL, ROWS, COLUMNS)
     else:
         number = program - num_tile_programs
-        part, pair = number % DECODE.NUM_PARTS, number // DECODE.NUM_PARTS
-        decode_part(pair // KV_HEADS, pair % KV_HEADS, part, decode, DECODE, COLUMNS)
+        part, pair = number % num_parts, number // num_parts
+        decode_part(pair // KV_HEADS, pair % KV_HEADS, part, num_parts, decode, DECODE, COLUMNS)
 
 
 KERNELS = (

@@ -11,7 +11,7 @@ Where sequences and heads are too few to fill the device, each context is split 
 joins the parts (flash decoding, Dao et al. 2023). P depends on the shapes of the tensors, never on lengths, so that a
 captured graph stays right as contexts grow.
 """
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import functools
 from typing import NamedTuple
@@ -70,7 +70,7 @@ def paged_attention(
         return out_BHD
     parts = num_parts or num_parts_for(batch * cache.num_kv_heads, cache.block_table, q_BHD.device)
     arguments = decode_arguments(q_BHD, cache, end_B, first_B, bias, scale, out_BHD, parts)
-    constants = decode_constants(q_BHD, cache.num_kv_heads, parts, window)
+    constants = decode_constants(q_BHD, cache.num_kv_heads, window)
 
     def launch(config: Config) -> None:
         _decode[(batch, cache.num_kv_heads, parts)](
@@ -148,7 +148,6 @@ class DecodeConstants(NamedTuple):
     BLOCK_G: int
     BLOCK_D: int
     BLOCK_SIZE: int
-    NUM_PARTS: int
     WINDOW: int | None
     UPCAST: bool
 
@@ -184,12 +183,12 @@ def decode_arguments(
     )
 
 
-def decode_constants(q_BHD: Tensor, num_kv_heads: int, parts: int, window: int | None) -> DecodeConstants:
+def decode_constants(q_BHD: Tensor, num_kv_heads: int, window: int | None) -> DecodeConstants:
     heads, head_dim = q_BHD.shape[1:]
     group = heads // num_kv_heads
     # A matrix unit takes no fewer than 16 rows or columns.
     blocks = (max(16, next_power_of_2(group)), max(16, next_power_of_2(head_dim)))
-    return DecodeConstants(heads, group, head_dim, *blocks, BLOCK_SIZE, parts, window, upcast(q_BHD.dtype))
+    return DecodeConstants(heads, group, head_dim, *blocks, BLOCK_SIZE, window, upcast(q_BHD.dtype))
 
 
 def num_parts_for(num_programs: int, block_table_BT: Tensor, device: torch.device) -> int:
@@ -212,7 +211,7 @@ def join_parts(arguments: DecodeArguments, out_BHD: Tensor) -> None:
         arguments.part_out,
         arguments.part_weight,
         out_BHD,
-        NUM_PARTS=parts,
+        parts,
         HEAD_DIM=head_dim,
         BLOCK_P=next_power_of_2(parts),
         BLOCK_D=next_power_of_2(head_dim),
@@ -221,12 +220,12 @@ def join_parts(arguments: DecodeArguments, out_BHD: Tensor) -> None:
 
 @jit
 def _decode(arguments, C: tl.constexpr, COLUMNS: tl.constexpr):
-    decode_part(tl.program_id(0), tl.program_id(1), tl.program_id(2), arguments, C, COLUMNS)
+    decode_part(tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2), arguments, C, COLUMNS)
 
 
 @jit
-def decode_part(sequence, kv_head, part, a, C: tl.constexpr, COLUMNS: tl.constexpr):
-    """One part of one sequence's context, for the query heads of one key/value head."""
+def decode_part(sequence, kv_head, part, num_parts, a, C: tl.constexpr, COLUMNS: tl.constexpr):
+    """One part of `num_parts` of one sequence's context, for the query heads of one key/value head."""
     end = tl.load(a.end + sequence)
     first = 0
     if a.first is not None:
@@ -234,7 +233,7 @@ def decode_part(sequence, kv_head, part, a, C: tl.constexpr, COLUMNS: tl.constex
     if C.WINDOW is not None:
         first = tl.maximum(first, end - C.WINDOW)
     num_steps = tl.cdiv(tl.maximum(end - first, 0), COLUMNS)
-    num_tokens = tl.cdiv(num_steps, C.NUM_PARTS) * COLUMNS
+    num_tokens = tl.cdiv(num_steps, num_parts) * COLUMNS
     low = first + part * num_tokens
     high = tl.minimum(low + num_tokens, end)
 
@@ -264,33 +263,33 @@ def decode_part(sequence, kv_head, part, a, C: tl.constexpr, COLUMNS: tl.constex
     empty = total == 0.0
     out = acc / tl.where(empty, 1.0, total)[:, None]
     row = sequence.to(tl.int64) * C.HEADS + head
-    if C.NUM_PARTS == 1:
+    if a.part_out is None:
         tl.store(a.out + row[:, None] * C.HEAD_DIM + d[None, :], out, mask=ours)
     else:
-        place = row * C.NUM_PARTS + part
+        place = row * num_parts + part
         weight = tl.where(empty, float("-inf"), top + tl.log(tl.where(empty, 1.0, total)))
         tl.store(a.part_out + place[:, None] * C.HEAD_DIM + d[None, :], out, mask=ours)
         tl.store(a.part_weight + place, weight, mask=g < C.GROUP)
 
 
-@jit
+@jit(do_not_specialize=["num_parts"])
 def _join(
     part_out,
     part_weight,
     out,
-    NUM_PARTS: tl.constexpr,
+    num_parts,
     HEAD_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     p, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    weight = tl.load(part_weight + row * NUM_PARTS + p, mask=p < NUM_PARTS, other=float("-inf"))
+    weight = tl.load(part_weight + row * num_parts + p, mask=p < num_parts, other=float("-inf"))
     top = tl.max(weight, 0)
     weight = tl.exp(weight - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(weight, 0)
-    there = (p < NUM_PARTS)[:, None] & (d < HEAD_DIM)[None, :]
-    parts = tl.load(part_out + (row * NUM_PARTS + p)[:, None] * HEAD_DIM + d[None, :], mask=there, other=0.0)
+    there = (p < num_parts)[:, None] & (d < HEAD_DIM)[None, :]
+    parts = tl.load(part_out + (row * num_parts + p)[:, None] * HEAD_DIM + d[None, :], mask=there, other=0.0)
     joined = tl.sum(parts * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * HEAD_DIM + d, joined, mask=d < HEAD_DIM)
 

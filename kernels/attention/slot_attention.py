@@ -10,7 +10,7 @@ Operations: 4 * D * H for each of the S * T * T pairs of a slot, masked ones inc
 paper says. `ragged_attention` reads no other prompt's keys, and serves batches that are not packed. Bytes: at least
 (2 * H + 2 * K) * N * D elements.
 """
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -68,9 +68,7 @@ def slot_attention(
     if slots.num_tokens == 0:
         return out_NHD
     tensors = (q_NHD, q_NHD.stride(0), k_NKD, k_NKD.stride(0), v_NKD, v_NKD.stride(0), slots.seen_N2)
-    arguments = _Arguments(
-        *tensors, slots.slot_tokens, *(bias.arguments() if bias else BiasArguments()), scale, out_NHD
-    )
+    arguments = _Arguments(*tensors, *(bias.arguments() if bias else BiasArguments()), scale, out_NHD)
     block_d = max(16, next_power_of_2(head_dim))
     constants = _Constants(
         heads, heads // k_NKD.shape[1], head_dim, block_d, bias is not None, causal, window, upcast(q_NHD.dtype)
@@ -81,6 +79,7 @@ def slot_attention(
         _slot[(slots.num_tokens // slots.slot_tokens * tiles, heads)](
             arguments,
             tiles,
+            slots.slot_tokens,
             C=constants,
             ROWS=config.rows,
             COLUMNS=config.columns,
@@ -140,7 +139,6 @@ class _Arguments(NamedTuple):
     v: Tensor
     v_stride: int
     seen: Tensor
-    slot_tokens: int
     bias: Tensor | None
     bias_width: int | None
     bias_zero: int | None
@@ -161,12 +159,12 @@ class _Constants(NamedTuple):
     UPCAST: bool
 
 
-@jit
-def _slot(a, tiles, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+@jit(do_not_specialize=["tiles", "slot_tokens"])
+def _slot(a, tiles, slot_tokens, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """One tile of the queries of one slot, for one query head, over all keys of the slot."""
     head = tl.program_id(1)
-    slot_start = (tl.program_id(0) // tiles) * a.slot_tokens
-    slot_end = slot_start + a.slot_tokens
+    slot_start = (tl.program_id(0) // tiles) * slot_tokens
+    slot_end = slot_start + slot_tokens
     kv_head = head // C.GROUP
 
     BLOCK_D: tl.constexpr = C.BLOCK_D

@@ -12,7 +12,7 @@ Bytes: the weights of the touched experts, once a block of rows; inputs of k row
 Operations: 6 * M * E * I, and those of padding. Source: the sorting of blocks is that of vLLM's fused experts and
 MegaBlocks (Gale et al. 2022). Not here: biases, quantized weights.
 """
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from typing import NamedTuple
 
@@ -134,7 +134,7 @@ def _product(
     )
 
 
-@jit
+@jit(do_not_specialize=["num_pairs"])
 def _expert_product(
     x,
     stride,

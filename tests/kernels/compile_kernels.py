@@ -1,5 +1,5 @@
-"""Compiles kernels for sm_90 on a machine without a GPU, and prints a line for each: name, stack bytes, shared memory
-bytes.
+"""Compiles kernels for sm_90 on a machine without a GPU, and prints a line for each launch: name, stack bytes, shared
+memory bytes. With the argument `sizes` batches of many sizes: name, and what was compiled, the same where nothing was.
 
 Run by test_compiled.py in its own process, because the other tests run the same kernels interpreted. A driver
 that only names the GPU stands in for the real one, launches stop behind the compiler.
@@ -7,6 +7,7 @@ that only names the GPU stands in for the real one, launches stop behind the com
 
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from exeplan.kernels.attention.online_softmax import DistanceBias, PagedKV  # no
 from exeplan.kernels.attention.slot_attention import Slots  # noqa: E402
 from exeplan.kernels.attention.spans import Span, Spans  # noqa: E402
 from exeplan.kernels.select import TRITON as KERNELS  # noqa: E402
+from exeplan.kernels.tuning import Config  # noqa: E402
 
 HEADS, KV_HEADS, TOKENS, BATCH = 32, 8, 64, 3
 CPU = torch.device("cpu")
@@ -40,6 +42,9 @@ class NamedGpu:
 
 def compile_only(function, *args, warmup=False, **options):
     compiled = run(function, *args, warmup=True, **options)
+    if sys.argv[1:] == ["sizes"]:
+        print(compiled.metadata.name, compiled.hash, flush=True)
+        return compiled
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -92,8 +97,32 @@ def launch_the_rest(dtype: torch.dtype) -> None:
     KERNELS.draw(logits, *torch.empty(1, 4), four.int(), *torch.empty(2, 4), four)
 
 
+def launch_in_many_sizes(dtype: torch.dtype) -> None:
+    """Of one head, so that numbers are 1, a multiple of 16, and others."""
+    config, tables = Config(rows=16, columns=16), torch.empty(2, 1024, 16, dtype=dtype)
+    cache = PagedKV(*tables, torch.zeros(BATCH, 64, dtype=torch.int32), 1)
+    q, k, v = torch.empty(256 + BATCH, 3, 16, dtype=dtype).split(1, 1)
+    for tokens, parts in ((16, 2), (32, 3), (256, 16)):
+        spans, rows = Spans([Span(tokens)], CPU), slice(tokens + BATCH)
+        end_B = torch.ones(BATCH, dtype=torch.int32)
+        KERNELS.mixed_attention(
+            q[rows], k[rows], v[rows], spans, None, cache, end_B, scale=1.0, num_parts=parts, config=config
+        )
+        slots = Slots(tokens, tokens, [(0, 1)], CPU)
+        KERNELS.slot_attention(q[:tokens], k[:tokens], v[:tokens], slots, scale=1.0, config=config)
+    slots = Slots(20, 10, [(0, 1)], CPU)
+    KERNELS.slot_attention(q[:20], k[:20], v[:20], slots, scale=1.0, config=config)
+    weights = torch.empty(4, 64, 32, dtype=dtype), torch.empty(4, 32, 32, dtype=dtype)
+    for tokens in (1, 3, 16):
+        experts = torch.zeros(tokens, 1, dtype=torch.int64)
+        KERNELS.expert_mlp(torch.empty(tokens, 32, dtype=dtype), torch.empty(tokens, 1), experts, *weights, "silu")
+
+
 driver.set_active(NamedGpu())
 run, JITFunction.run = JITFunction.run, compile_only
+if sys.argv[1:] == ["sizes"]:
+    launch_in_many_sizes(torch.bfloat16)
+    sys.exit()
 launch_attention(torch.bfloat16, 128)
 launch_attention(torch.float32, 64)
 launch_the_rest(torch.bfloat16)

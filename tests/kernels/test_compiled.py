@@ -5,6 +5,7 @@ The interpreter shows what a kernel computes; it takes Python that the compiler 
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,15 @@ def test_kernels_compile_and_spill_nothing(tmp_path):
         "_expert_product",
     }
     assert [kernel for kernel in kernels if kernel[1] > STACK or kernel[2] > SHARED_MEMORY] == []
+
+
+@pytest.mark.skipif(not language.AVAILABLE, reason="triton is not installed")
+def test_kernels_are_not_compiled_anew_for_batches_of_other_sizes(tmp_path):
+    environment = compiled_environment() | {"TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, script, "sizes"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    compiled = Counter(name for name, _ in {tuple(line.split()) for line in done.stdout.splitlines()})
+    assert (compiled["_mixed"], compiled["_slot"]) == (1, 1)
+    assert compiled["_expert_product"] == 2, "up and down"
+    assert compiled["_join"] == 3, "one for each power of two of parts"

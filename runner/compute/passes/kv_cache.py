@@ -160,13 +160,15 @@ class KVCache:
             run.copy_(piece)
 
     def _pieces(self, request_id: str, tokens_L2KNB: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The runs of a sequence's blocks as bytes, each with its part of `tokens_L2KNB`."""
+        """The runs of a sequence's blocks as bytes, each with its part of `tokens_L2KNB`, layer by layer: a copy
+        between devices takes as many bytes again on the GPU, of which there may be few."""
         num_layers, num_tokens = len(self._tables), tokens_L2KNB.shape[3]
         width = self._tables.shape[-1] * self.itemsize
         shape = (num_layers, self._tables.shape[1], self.num_kv_heads, self.num_slots, width)
         held_L2KSB = self._tables.view(torch.uint8).view(shape)
         for low, high, shift in self._spans(request_id, 0, num_tokens):
-            yield held_L2KSB[:, :, :, low + shift : high + shift], tokens_L2KNB[:, :, :, low:high]
+            for held_2KSB, tokens_2KNB in zip(held_L2KSB, tokens_L2KNB, strict=True):
+                yield held_2KSB[:, :, low + shift : high + shift], tokens_2KNB[:, :, low:high]
 
     def store_rows(self, slot_N: NDArray[np.int64]) -> Tensor:
         """For each token the rows of its 2K keys and values, flattened; its slot where kernels store them."""

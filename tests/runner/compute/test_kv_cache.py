@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.models.model import model_spec
@@ -59,6 +60,32 @@ def test_a_token_is_read_back_from_the_rows_of_its_slot():
     assert torch.equal(keys_RD[rows], kv_NMD[:, :2].transpose(0, 1))
     assert torch.equal(values_RD[rows], kv_NMD[:, 2:].transpose(0, 1))
     assert not cache.table(0)[0].any()
+
+
+class _Copies(TorchDispatchMode):
+    """The bytes of each copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def test_keys_and_values_leave_and_come_layer_by_layer():
+    """A copy from a GPU takes as many bytes again there."""
+    cache = cache_of(4)
+    cache.resize("a", 2, 2)
+    held_L2KNB = torch.randint(256, (2, 2, 2, 20, 8), dtype=torch.uint8)
+    found_L2KNB = torch.zeros_like(held_L2KNB)
+    with _Copies() as copies:
+        cache.write("a", held_L2KNB)
+        cache.read("a", found_L2KNB)
+    assert copies.sizes == [held_L2KNB[0].nbytes] * 4
+    assert torch.equal(found_L2KNB, held_L2KNB)
 
 
 @pytest.mark.parametrize("runs", [1, 2])

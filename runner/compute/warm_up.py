@@ -82,7 +82,8 @@ def _draw(runner: ModelRunner) -> None:
 
 
 def _passes(runner: ModelRunner, phase: str) -> Iterator[Batch]:
-    """A prefill, a later chunk of one, decodes, and prefill and decodes in one pass."""
+    """A prefill, a later chunk of one, decodes, and each of the former with decodes in one pass: with many of them, and
+    with one, whose context is divided among programs."""
     longest, encodes = runner.spec.max_context, runner.spec.is_encoder_decoder
     if phase == "prefill":  # It has no KV cache.
         yield from _prefills(min(_PROMPT, longest - 1), encodes)
@@ -106,7 +107,9 @@ def _passes(runner: ModelRunner, phase: str) -> Iterator[Batch]:
     elif not phase:
         rest = (Chunk(prompt // 2, prompt, last=True),)
         yield Batch(prefill=(_sequence("prompt", prompt),), chunks=rest)
-        yield Batch(prefill=(_sequence("prompt", prompt),), decode=decoded)
+        for some in (decoded, decoded[:1]) if count > 1 else (decoded,):
+            yield Batch(prefill=(_sequence("prompt", prompt),), decode=some)
+            yield Batch(prefill=(_sequence("prompt", prompt),), chunks=rest, decode=some)
 
 
 def _prefills(num_tokens: int, encodes: bool) -> Iterator[Batch]:

@@ -24,6 +24,18 @@ def test_every_family_is_ready_to_decode(family, phase, monkeypatch):
     prefilled(runner, [5, 9])
 
 
+def test_kernels_are_compiled_for_prompts_and_later_chunks_with_one_decode_or_many(monkeypatch):
+    kinds = []
+    runner = runner_of("llama")
+    forward = runner.forward
+    monkeypatch.setattr(runner, "forward", lambda batch, *rest: kinds.append(batch) or forward(batch, *rest))
+    warm_up_runner(runner, 5)
+    mixed = [batch for batch in kinds if batch.prefill and batch.decode]
+    assert {(any(chunk.start for chunk in batch.chunks), len(batch.decode) > 1) for batch in mixed} == {
+        *((False, True), (True, True), (False, False), (True, False))
+    }
+
+
 def test_stages_that_only_prefill_capture_nothing():
     runner = runner_of("llama")
     assert runner.kernels is REFERENCE

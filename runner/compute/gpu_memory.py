@@ -96,6 +96,8 @@ def fit_cache(
         )
         enough = found is not None and (last or found.num_blocks * BLOCK_SIZE >= tokens)
         if _on_all_ranks(runner, enough) and found:
+            # Equal on all: ranks of a stage capture iterations of the same sizes, which blocks limit.
+            found = found._replace(num_blocks=_least_on_all_ranks(runner, found.num_blocks))
             runner.use_blocks(found.num_blocks)
             return found
     less = "a smaller max_num_batched_tokens, " * (sizes == (tokens,) and tokens > LEAST_PASSES.tokens)
@@ -106,6 +108,10 @@ def _on_all_ranks(runner: ModelRunner, yes: bool) -> bool:
     """Whether it holds on every rank of the stage: their next pass is a collective one."""
     group = runner.shard.group
     return int(group.all_reduce(torch.tensor([float(yes)], device=runner.device))) == group.size
+
+
+def _least_on_all_ranks(runner: ModelRunner, number: int) -> int:
+    return int(runner.shard.group.all_gather(torch.tensor([number], device=runner.device)).min())
 
 
 def _budget_for(

@@ -178,6 +178,7 @@ def fake_gpu(total: int, *, taken: int = 0) -> Iterator[Accounting]:
         patch.setattr("exeplan.runner.compute.gpu_memory.gc", SimpleNamespace(collect=lambda: None))
         # Ranks of a stage have equal memory: what one can, all can.
         patch.setattr("exeplan.runner.compute.gpu_memory._on_all_ranks", lambda runner, yes: yes)
+        patch.setattr("exeplan.runner.compute.gpu_memory._least_on_all_ranks", lambda runner, number: number)
         patch.setattr(tuning, "_table", lambda device: SimpleNamespace(best=lambda key, configs, seconds: configs[0]))
         patch.setattr(
             "exeplan.runner.compute.model_runner.kernels_for", lambda device, dtype: select._table("cuda", dtype)

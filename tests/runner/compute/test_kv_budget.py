@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from exeplan.runner.compute.kv_budget import (
 )
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.tokens.sampling import SamplingParams
+from exeplan.runner.compute.weights.shard import whole
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.engine_process.build import engine_setup
@@ -119,6 +121,25 @@ def test_the_runner_gets_the_cache_that_fits(runner):
     assert budget.pass_tokens == 1024
     assert budget.num_blocks == (gpu.total - 100 * 1024) // block
     assert runner.cache.num_blocks == budget.num_blocks
+
+
+class FullerRank:
+    """The group of two ranks, as seen by the one whose GPU has three more blocks free."""
+
+    size, rank = 2, 0
+
+    def all_reduce(self, x):
+        return 2 * x
+
+    def all_gather(self, x):
+        return torch.cat([x, x - 3 if x.dtype == torch.int64 else x], -1)
+
+
+def test_all_ranks_of_a_stage_have_the_cache_of_the_fullest():
+    runner = ModelRunner(SPEC, shard=replace(whole(SPEC), group=FullerRank()), num_blocks=1)
+    block = runner.cache.num_bytes
+    budget = fit_cache(runner, CHUNKED, ToyGpu(runner, total=50 * block + 9600), utilization=1.0)
+    assert budget.num_blocks == runner.cache.num_blocks == 50 - 3
 
 
 @pytest.mark.parametrize(("room", "blocks"), [(6000, 2560), (5000, 1280), (300, 80), (3, 5)])

@@ -12,6 +12,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from exeplan.runner.engine.executor import Executor, WorkerError
 from exeplan.runner.engine.kv_regions import KVRegion
 from exeplan.runner.engine.requests import RequestState
@@ -56,7 +58,7 @@ class KVMigration:
         try:
             self._buffer = SharedBuffer(regions[-1].start + regions[-1].num_tokens * token_bytes)
             stored = executor.save(self._buffer.path, regions)
-        except (WorkerError, OSError) as error:
+        except (WorkerError, OSError, torch.OutOfMemoryError) as error:
             log.warning("running requests are recomputed, their keys and values cannot be read: %s", error)
             return
         self._regions = {

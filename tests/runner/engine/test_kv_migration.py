@@ -241,6 +241,19 @@ def test_host_memory_bounds_how_many_migrate(checkpoint, runners, expected, monk
     assert "host memory is too small for the keys and values of" in caplog.text
 
 
+def test_requests_are_recomputed_where_a_gpu_is_too_full_to_read_them(
+    checkpoint, runners, expected, monkeypatch, caplog
+):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(InProcessExecutor, "save", full)
+    found, (switched,), _ = moved(runners, ORCA, fresh(checkpoint))
+    assert found == expected("llama")
+    assert switched.num_carried == 0 < switched.num_recomputed
+    assert "running requests are recomputed" in caplog.text
+
+
 def test_requests_are_recomputed_where_the_caches_differ(checkpoint, runners, expected):
     found, (switched,), num_prefilled = moved(runners, ORCA, fresh(checkpoint), kv_dtype=None)
     assert found == expected("llama")

@@ -174,8 +174,7 @@ class ReplicaSet:
         """
         own = sorted(one.number for one in self._replicas if one.number in set(self._draining) - self._held)
         for number in own[: max(wanted - self.num_serving - self.num_starting, 0)]:
-            self._draining.pop(number).cancel()
-            log.info("replica %d serves again", number)
+            self._stop_draining(number)
         alive = {one.number for one in self._replicas if not one.client.failure}
         alive |= {*self._starting, *self._draining, *self._held}
         latest = time.monotonic() - AGAIN_SECONDS
@@ -217,8 +216,7 @@ class ReplicaSet:
             raise InputError(f"replica {number} serves, or will by itself")
         self._held.discard(number)
         if number in self._draining and client:
-            self._draining.pop(number).cancel()
-            log.info("replica %d serves again", number)
+            self._stop_draining(number)
         elif number not in self._starting:
             self._begin(number)
 
@@ -250,6 +248,11 @@ class ReplicaSet:
         log.info("replica %d drains", number)
         replica = next(one for one in self._replicas if one.number == number)
         self._draining[number] = asyncio.create_task(self._drain(replica))
+
+    def _stop_draining(self, number: int) -> None:
+        self._held.discard(number)
+        self._draining.pop(number).cancel()
+        log.info("replica %d serves again", number)
 
     async def _start(self, number: int) -> None:
         if ending := self._draining.get(number):  # Its devices are not free before.
@@ -494,16 +497,22 @@ class ReplicaSet:
         await asyncio.to_thread(self._forks.close)
 
     async def _watch(self, replica: _Replica) -> None:
-        """Says when a replica has failed; the set has failed with the last of them."""
+        """Says when a replica has failed; the set has failed with the last of them.
+
+        Where only replicas that drain are left, one of them serves again.
+        """
         client = replica.client
         await client.ended.wait()
         if not any(one.client is client for one in self._replicas):  # It has drained.
             return
-        left = sum(not other.failure for other in self._clients)
-        log.error("replica %d: %s; %d of %d replicas go on", replica.number, client.failure, left, len(self._clients))
+        left = [one.number for one in self._replicas if not one.client.failure]
+        total = len(self._replicas)
+        log.error("replica %d: %s; %d of %d replicas go on", replica.number, client.failure, len(left), total)
         if not left:
             self.failure = client.failure
             self.ended.set()
+        elif all(number in self._draining for number in left):
+            self._stop_draining(left[0])
 
 
 def _whole(ray: RaySetup | None) -> RaySetup | None:

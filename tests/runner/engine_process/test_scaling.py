@@ -85,6 +85,29 @@ def test_a_replica_that_an_operator_drains_stays_away_until_it_is_resumed() -> N
     asyncio.run(run())
 
 
+def test_a_replica_that_drains_serves_again_where_the_only_other_one_fails() -> None:
+    async def run() -> None:
+        setup = engine_setup(PLAN, SPEC, dummy_weights=True)
+        engine = ReplicaSet([setup] * 2, "shortest-queue")
+        try:
+            await engine.until_ready()
+            jobs = [begin(engine, 1000) for _ in range(2)]
+            engine.drain(0)
+            await engine.client(1).close()  # As one that has failed for good.
+            await until(lambda: engine.num_draining == 0)
+            assert [one.state for one in engine.states()] == ["serving", "failed"]
+            assert await answer(engine, jobs[0])
+            assert await answer(engine, begin(engine, 200))
+            assert not engine.ended.is_set()
+            await engine.client(0).close()
+            await engine.ended.wait()
+            assert engine.failure
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
 def test_what_a_drained_replica_has_goes_on_on_another_with_the_same_tokens() -> None:
     async def run() -> None:
         setup = engine_setup(PLAN, SPEC, dummy_weights=True)

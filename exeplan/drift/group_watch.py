@@ -39,8 +39,6 @@ class GroupWatch:
         self._watches = [
             Watch(own, problem, rules=rules, policies=policies, monitor=self.monitor) for own, problem in pairs
         ]
-        self._proposed: tuple[int, Proposal] | None = None
-        """The last proposal: of which group, and what its own Watch proposed."""
 
     @property
     def problem(self) -> Problem:
@@ -65,14 +63,14 @@ class GroupWatch:
         self.monitor.note(ended, running)
 
     def adopted(self, proposal_or_plan: Proposal | Plan, *, now: float, problems: Sequence[Problem] = ()) -> None:
-        """The service runs this plan now, or the last proposal; `problems` as at the start, of a plan."""
+        """The service runs this plan now; `problems` as at the start, of a plan that is no proposal."""
         if isinstance(proposal_or_plan, Plan):
             self.plan = proposal_or_plan
             for watch, own, problem in zip(self._watches, group_plans(self.plan), problems, strict=True):
                 watch.adopted(own, now=now, problems=[problem])
             return
-        assert self._proposed is not None
-        number, own_proposal = self._proposed
+        assert proposal_or_plan.own is not None
+        number, own_proposal = proposal_or_plan.own
         for watch in self._watches:
             watch.dwell(now=now)
         self._watches[number].adopted(own_proposal, now=now)
@@ -96,7 +94,6 @@ class GroupWatch:
         for number, watch in enumerate(self._watches):
             state, proposal = watch.look(now, predict=predict)
             if proposal:
-                self._proposed = number, proposal
                 whole = self._of_all(number, proposal)
                 return replace(state, predicted=whole.old), whole
             states.append(state)
@@ -112,6 +109,7 @@ class GroupWatch:
         assert new is not None
         return replace(
             proposal,
+            own=(number, proposal),
             plan=with_headroom(replace(plan, estimate=new), alone),
             old=self._estimate(self.plan),
             new=new,

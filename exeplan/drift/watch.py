@@ -59,6 +59,12 @@ class Proposal:
     new: Estimate
     reason: str
     moving_seconds: float
+    basis: "_Basis"
+    """The law that it was decided on."""
+    missed: float | None
+    """As `DriftState.missed`."""
+    own: "tuple[int, Proposal] | None" = None
+    """Of a plan of several groups: which of them it changes, and that group's own proposal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,8 @@ class Watch:
         else:
             self.plan = proposal_or_plan.plan
             self._problem = self._problem.at(self.plan.placement)
-            self._planned = self._basis
+            self._planned = self._basis = proposal_or_plan.basis
+            self._missed = proposal_or_plan.missed
             self._verdict = self._unkept(self.problem)  # The reason to move was about the plan that is gone.
         self._active_from, self._agreeing, self._best_gain = None, 0, None
         self.dwell(now=now)
@@ -255,6 +262,8 @@ class Watch:
             new=new,
             reason=reason,
             moving_seconds=cost,
+            basis=self._basis,
+            missed=self._missed,
         )
 
     def _unkept(self, problem: Problem) -> str:

@@ -792,8 +792,8 @@ class PlanAdopted(Message, frozen=True):
     """The service runs another plan: answered by AdvisorReady."""
 
     now: float
-    plan: Mapping[str, Any] | None
-    """None: the last proposal."""
+    plan: Mapping[str, Any] | int
+    """Or the number of the proposal that it is of."""
 
 
 class GetFrontier(Message, frozen=True):
@@ -812,6 +812,8 @@ class PlanForLeft(Message, frozen=True):
 class ProposedPlan(Part, frozen=True):
     """A plan that is better for the observed lengths."""
 
+    number: int
+    """Counts the advisor's proposals."""
     plan: Mapping[str, Any]
     reason: str
     old: Estimate | None

@@ -8,6 +8,7 @@ Not here: what asks, and what a proposal leads to (`replanner.py`).
 """
 
 import contextlib
+import itertools
 import os
 import sys
 from dataclasses import asdict, replace
@@ -59,7 +60,9 @@ class Advisor:
             self._watch = Watch(plan, problems[0], rules=start.rules)
         else:
             self._watch = GroupWatch(plan, problems, rules=start.rules)
-        self._last: Proposal | None = None
+        self._numbers = itertools.count(1)
+        self._proposals: dict[int, Proposal] = {}
+        """By number: what has been proposed in place of the active plan."""
 
     def take(self, request: WatchPlan | Look | PlanAdopted | GetFrontier) -> AdvisorReply:
         """Carries a request out. Raises InputError where it cannot."""
@@ -88,8 +91,10 @@ class Advisor:
     def _propose(self, proposal: Proposal) -> ProposedPlan:
         if self._file:
             proposal = replace(proposal, plan=save_proposal(proposal, self._file))
-        self._last = proposal
+        number = next(self._numbers)
+        self._proposals[number] = proposal
         return ProposedPlan(
+            number=number,
             plan=as_json(proposal.plan),
             reason=proposal.reason,
             old=proposal.old,
@@ -98,12 +103,12 @@ class Advisor:
         )
 
     def _adopted(self, adopted: PlanAdopted) -> AdvisorReady:
-        if adopted.plan is None:
-            assert self._last is not None
-            self._watch.adopted(self._last, now=adopted.now)
+        if isinstance(adopted.plan, int):
+            self._watch.adopted(self._proposals[adopted.plan], now=adopted.now)
         else:
             plan = plan_from(adopted.plan, folder=Path("/"))
             self._watch.adopted(plan, now=adopted.now, problems=plan_problems(plan))
+        self._proposals.clear()
         return AdvisorReady()
 
     def _frontier(self) -> FrontierRows:

@@ -90,7 +90,7 @@ class Replanner:
         self._adopting = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._now, self._vetoed = 0.0, False
-        self._carrying: CarryOut = self._adopt_proposed
+        self._carrying: CarryOut | None = None
         """Carries the proposed plan out."""
         self._devices, self._follow_devices = DeviceFollower(engine, self, setup=setup), follow_devices
 
@@ -130,14 +130,8 @@ class Replanner:
         """Adopts the proposed plan; None where there is none."""
         if (proposed := self.state.proposed) is None:
             return None
+        assert self._carrying
         return await self._carrying(proposed)
-
-    async def _adopt_proposed(self, proposed: Replanned) -> Replanned:
-        """Of the advisor."""
-        replanned = await self.carry_out(proposed, partial(self._switch, proposed.plan))
-        self._devices.adopted(proposed.plan)
-        await self._tell_adopted(None)
-        return replanned
 
     async def propose(self, replanned: Replanned, carry_out: CarryOut) -> None:
         """Proposes a plan that `carry_out` adopts; with `auto` that is done here, and a failure is only logged."""
@@ -175,13 +169,15 @@ class Replanner:
         reply = await self._advisor.ask(GetFrontier())
         return reply.rows if isinstance(reply, FrontierRows) else []
 
-    async def _tell_adopted(self, plan: Plan | None) -> None:
-        """Has the advisor watch another plan: the one that it proposed, or this one, whose files may be missing."""
+    async def _tell_adopted(self, plan: Plan | int) -> None:
+        """Has the advisor watch another plan: its proposal of this number, or this one, whose files may be missing."""
         if self._advisor is None:
             if self._watching is None or self._watching.done():
                 self.start()
             return
-        reply = await self._advisor.ask(PlanAdopted(now=self._now, plan=as_json(plan) if plan else None))
+        reply = await self._advisor.ask(
+            PlanAdopted(now=self._now, plan=plan if isinstance(plan, int) else as_json(plan))
+        )
         if isinstance(reply, AdvisorRefused):
             await self._end_advisor()
             self._set(error=f"nothing is watched: {reply.message}")
@@ -284,7 +280,7 @@ class Replanner:
             if len(self._left) < self.rules.least_requests:
                 return
             self._advisor = await self._start_advisor()
-        left = list(self._left)
+        active, left = self.state.plan, list(self._left)
         self._left.clear()
         look = Look(now=self._now, left=left, running=stats.running, vetoed=self._vetoed)
         self._vetoed = False
@@ -296,14 +292,15 @@ class Replanner:
         if isinstance(reply, AdvisorRefused):
             raise OSError(f"the advisor did not look: {reply.message}")
         assert isinstance(reply, Looked)
-        await self._take_look(reply)
+        await self._take_look(reply, active)
 
-    async def _take_look(self, looked: Looked) -> None:
+    async def _take_look(self, looked: Looked, active: Plan) -> None:
+        """`active` is the plan that was looked at: what was found in its place is of no use in that of another."""
         drift = looked.state
         if drift.missed and drift.verdict != self.state.drift.verdict:
             log.warning("%s", drift.verdict)
         self._set(drift=drift, planned=looked.planned, observed=looked.observed, error="")
-        if looked.proposal:
+        if looked.proposal and self.state.plan is active and not self.state.devices:
             await self._take_proposal(looked.proposal)
 
     async def _start_advisor(self) -> "AdvisorProcess":
@@ -321,10 +318,21 @@ class Replanner:
         return advisor
 
     async def _take_proposal(self, found: ProposedPlan) -> None:
-        replanned = self.describe(
-            plan_from(found.plan, folder=Path("/")), "drift", found.reason, old=found.old, new=found.new
-        )
-        await self.propose(replace(replanned, file=found.file), self._adopt_proposed)
+        plan, active, advisor = plan_from(found.plan, folder=Path("/")), self.state.plan, self._advisor
+
+        async def switch() -> PlanSwitched:
+            if self.state.plan is not active:
+                raise InputError("another plan has been adopted meanwhile")
+            return await self._switch(plan)
+
+        async def carry_out(proposed: Replanned) -> Replanned:
+            replanned = await self.carry_out(proposed, switch)
+            self._devices.adopted(plan)
+            await self._tell_adopted(found.number if self._advisor is advisor else plan)
+            return replanned
+
+        replanned = self.describe(plan, "drift", found.reason, old=found.old, new=found.new)
+        await self.propose(replace(replanned, file=found.file), carry_out)
 
 
 def _first_devices(plan: Plan) -> tuple[int, ...]:

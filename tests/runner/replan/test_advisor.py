@@ -1,4 +1,5 @@
-"""The advisor yields the processors, also where they are shared out by session; late replies are not mixed up."""
+"""The advisor watches the plan that the service runs, and yields the processors, also where they are shared out by
+session; late replies are not mixed up."""
 
 import asyncio
 import os
@@ -8,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from exeplan.core.bounds import Bound
+from exeplan.core.models.model import load_model_spec
+from exeplan.core.plan import Plan, as_json
+from exeplan.core.profile import Profile, save_profile
+from exeplan.core.schedule import Schedule, single_stage
+from exeplan.drift.state import RequestLengths, Rules
 from exeplan.runner.ipc.frames import frame
-from exeplan.runner.ipc.messages import AdvisorReady, GetFrontier
+from exeplan.runner.ipc.messages import AdvisorReady, GetFrontier, Look, Looked, PlanAdopted, ProposedPlan, WatchPlan
 from exeplan.runner.replan import advisor_process
+from exeplan.runner.replan.advisor import Advisor
 from exeplan.runner.replan.advisor_process import AdvisorProcess
 
 CODE = """
@@ -65,3 +73,42 @@ def test_something_else_than_a_request_ends_the_process_with_a_sentence():
     )
     assert (found.returncode, found.stdout) == (1, b"")
     assert found.stderr.startswith(b"exeplan.replan: a message of 19 bytes does not fit AdvisorRequest: ")
+
+
+RULES = Rules(every=1.0, dwell=0.0, least_requests=16, least_for_search=32)
+
+
+@pytest.fixture
+def plan(profile: Profile, tmp_path: Path) -> Plan:
+    """For outputs of ninety tokens."""
+    save_profile(profile, tmp_path / "p.json")
+    return Plan(
+        model="demo",
+        schedule=Schedule("rra", {"prefill_batch": 1, "decode_steps": 90}),
+        placement=single_stage(load_model_spec("demo")),
+        workload="fixed:in=40;out=90",
+        profile=str(tmp_path / "p.json"),
+        bound=Bound(seconds=20.0),
+    )
+
+
+def look(advisor: Advisor, now: float, *, outputs: int) -> Looked:
+    """Once many requests have ended with so many tokens."""
+    left = [RequestLengths(now + i / 1000, 20, outputs, True) for i in range(800)]
+    looked = advisor.take(Look(now=now + 1, left=left, running=[], vetoed=False))
+    assert isinstance(looked, Looked)
+    return looked
+
+
+def proposed(advisor: Advisor, first: int, *, outputs: int) -> ProposedPlan:
+    return next(p for now in range(first, first + 20) if (p := look(advisor, now, outputs=outputs).proposal))
+
+
+def test_it_watches_the_plan_that_was_adopted_though_it_proposed_another_one_later(plan):
+    advisor = Advisor(WatchPlan(plan=as_json(plan), rules=RULES, file=None))
+    first = proposed(advisor, 0, outputs=5)
+    later = proposed(advisor, 100, outputs=40)
+    assert (first.number, later.number) == (1, 2)
+    assert first.plan["schedule"] != later.plan["schedule"]
+    assert advisor.take(PlanAdopted(now=130.0, plan=first.number)) == AdvisorReady()
+    assert look(advisor, 131, outputs=40).planned.outputs.mean == pytest.approx(5, abs=1)

@@ -22,7 +22,7 @@ from exeplan.planner.load_problem import load_plan, read_plan
 from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
-from exeplan.runner.ipc.messages import EngineSetup, Prompt, Sampling
+from exeplan.runner.ipc.messages import AdvisorReply, AdvisorRequest, EngineSetup, Looked, Prompt, Sampling
 from exeplan.runner.replan.advisor_process import AdvisorProcess
 from exeplan.runner.replan.replanner import Replanner
 
@@ -163,6 +163,28 @@ def test_advice_waits_and_can_be_vetoed(plan, tmp_path):
 
     events = serving(plan, wait, pause=0.5, mode="advise", file=tmp_path / "new.yaml")
     assert [kind for kind, _ in events][:2] == ["proposed", "vetoed"]
+
+
+def test_what_was_found_for_a_plan_does_not_replace_another_that_was_adopted_meanwhile(plan, tmp_path, monkeypatch):
+    other, ask = replace(plan, schedule=Schedule("orca", {"max_num_seqs": 4})), AdvisorProcess.ask
+
+    async def wait(client: EngineClient, replanner: Replanner) -> None:
+        adopted = asyncio.Event()
+
+        async def adopt_meanwhile(advisor: AdvisorProcess, request: AdvisorRequest) -> AdvisorReply:
+            reply = await ask(advisor, request)
+            if isinstance(reply, Looked) and reply.proposal and not adopted.is_set():
+                await replanner.adopt(other, source="request")
+                adopted.set()
+            return reply
+
+        monkeypatch.setattr(AdvisorProcess, "ask", adopt_meanwhile)
+        await adopted.wait()
+        await asyncio.sleep(0.05)
+        assert (replanner.state.plan, replanner.state.proposed) == (other, None)
+
+    events = serving(plan, wait, pause=0.2, mode="auto", file=tmp_path / "new.yaml")
+    assert events[0][0] == "adopted"
 
 
 def test_a_plan_is_adopted_by_hand_as_a_whole_or_not_at_all(plan, tmp_path):

@@ -440,34 +440,35 @@ class ReplicaSet:
     async def switch_plan(self, setups: Sequence[EngineSetup]) -> PlanSwitched:
         """Switches each replica to its setup, one after the other; all or none.
 
-        Those that run theirs already are left alone, unless all do. Raises InputError where a replica cannot,
-        EngineError when one is gone.
+        Those that run theirs already are left alone, unless all do. What begins to serve meanwhile is switched, too.
+        Raises InputError where a replica cannot, EngineError when one is gone.
         """
         switched: list[PlanSwitched] = []
+        looked_at: set[EngineClient] = set()
+        changed: list[_Replica] = []
+        """As they were before."""
         if self.failure:
             raise EngineError(self.failure)
         given = [
             with_fields(setups[number if number < len(setups) else 0], ray=_whole(own.ray), timeline=own.timeline)
             for number, own in enumerate(self._setups)
         ]
-        wanted = [(replica, given[replica.number]) for replica in self._replicas]
-        differs = [replica.setup != setup for replica, setup in wanted]
-        for number, (replica, setup) in enumerate(wanted):
-            if replica.client.failure or (any(differs) and not differs[number]):
+        differs = any(replica.setup != given[replica.number] for replica in self._replicas)
+        while replica := next((one for one in self._replicas if one.client not in looked_at), None):
+            looked_at.add(replica.client)
+            setup = given[replica.number]
+            if replica.client.failure or (differs and replica.setup == setup):
                 continue
             try:
                 switched.append(await replica.client.switch_plan(setup))
+                changed += [replica] if replica.setup != setup else []
             except InputError:
-                changed = [r for r, other in zip(self._replicas[:number], differs, strict=False) if other]
                 await self._switch_back(changed)
                 raise
             except EngineError:  # It has died, and is left out from now on.
                 if not any(other.client.failure is None for other in self._replicas):
                     raise
-        changed_setups = {replica.number: setup for replica, setup in wanted}
-        self._replicas = [
-            _Replica(one.client, changed_setups.get(one.number, one.setup), one.number) for one in self._replicas
-        ]
+        self._replicas = [_Replica(one.client, given[one.number], one.number) for one in self._replicas]
         self._setups = given
         return PlanSwitched(
             number=max((one.number for one in switched), default=0),

@@ -14,7 +14,7 @@ from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.job import Job
 from exeplan.runner.engine_process.replicas import ReplicaSet
-from exeplan.runner.ipc.messages import Prompt, Sampling
+from exeplan.runner.ipc.messages import EngineSetup, PlanSwitched, Prompt, Sampling
 from exeplan.runner.server.scaler import limits_of
 
 from ..processes import PATIENCE
@@ -125,6 +125,31 @@ def test_what_a_drained_replica_has_goes_on_on_another_with_the_same_tokens() ->
                 assert engine.states()[number].state == "starting"
                 await until(lambda: engine.num_serving == 2)
             assert [await answer(engine, job) for job in jobs] == [expected] * 4
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_begins_to_serve_while_the_plan_changes_runs_the_new_one_as_well() -> None:
+    async def run() -> None:
+        setup = engine_setup(PLAN, SPEC, dummy_weights=True)
+        other = engine_setup(replace(PLAN, schedule=Schedule("orca", {"max_num_seqs": 7})), SPEC, dummy_weights=True)
+        engine = ReplicaSet([setup] * 2, "shortest-queue", num_first=1)
+        try:
+            await engine.until_ready()
+            first = engine.client(0)
+            switch = first.switch_plan
+
+            async def late(setup: EngineSetup) -> PlanSwitched:
+                engine.scale_to(2)
+                await until(lambda: engine.num_serving == 2)
+                return await switch(setup)
+
+            first.switch_plan = late
+            await engine.switch_plan([other] * 2)
+            assert [one.setup for one in engine._replicas] == [other] * 2
+            assert [client._setup for client in engine._clients] == [other] * 2  # What their engines have taken.
         finally:
             await engine.close()
 

@@ -83,6 +83,7 @@ class ReplicaSet:
         within the running event loop. Nothing is started before `until_ready`."""
         self._numbers, self._forks = itertools.count(1), engine_forks()
         self._setups = list(setups)
+        self._capacities = [setup.capacity for setup in setups]
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._draining: dict[int, asyncio.Task[None]] = {}
         self._failed_at: dict[int, float] = {}
@@ -153,6 +154,10 @@ class ReplicaSet:
         self._replicas = [
             _Replica(one.client, setup, number) if one.number == number else one for one in self._replicas
         ]
+
+    def set_capacities(self, capacities: Sequence[float | None]) -> None:
+        """What each replica of the plan serves a second, for the router; the first one's is that of any others."""
+        self._capacities = [capacities[n if n < len(capacities) else 0] for n in range(len(self._setups))]
 
     @property
     def num_serving(self) -> int:
@@ -404,7 +409,7 @@ class ReplicaSet:
     def _choose(self) -> EngineClient:
         """By the router, among the replicas that work, or all where none does."""
         some = self._up or [one for one in self._replicas if not one.client.failure] or self._replicas
-        queues = Queues((one.client.num_sequences for one in some), [one.setup.capacity for one in some])
+        queues = Queues((one.client.num_sequences for one in some), [self._capacities[one.number] for one in some])
         return some[self._router.choose(queues)].client
 
     def _move(self, failed: EngineClient, *, crashed: bool = True) -> None:
@@ -470,6 +475,7 @@ class ReplicaSet:
                     raise
         self._replicas = [_Replica(one.client, given[one.number], one.number) for one in self._replicas]
         self._setups = given
+        self.set_capacities([setup.capacity for setup in given])
         return PlanSwitched(
             number=max((one.number for one in switched), default=0),
             num_blocks=self.num_blocks,

@@ -237,6 +237,8 @@ class Replanner:
                 num_carried=switched.num_carried,
             )
             self._set(plan=replanned.plan, num_replans=replanned.number, last=replanned, proposed=None, veto="")
+            if isinstance(self._engine, ReplicaSet):  # Of all replicas, also where another one only has changed.
+                self._engine.set_capacities([one.capacity for one in single_plans(replanned.plan)])
             self._on_adopted(replanned.plan)
             log.info(
                 "re-plan %d is active (%s: %s); paused for %.3f s, %d requests carried over, %d computed again\n%s",

@@ -19,7 +19,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan, single_plans
 from exeplan.core.profile import Profile, save_profile
-from exeplan.core.schedule import Schedule, Stage
+from exeplan.core.schedule import Estimate, Schedule, Stage
 from exeplan.drift.state import Rules
 from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
@@ -102,7 +102,7 @@ def serving(
         if plan.num_replicas == 1:
             engine = EngineClient(setup(plan))
         else:
-            engine = ReplicaSet([setup(one) for one in single_plans(plan)], "round-robin")
+            engine = ReplicaSet([setup(one) for one in single_plans(plan)], plan.router)
         replanner = Replanner(engine, plan, SPEC, setup=setup, rules=Rules(dwell=dwell), mode=mode)
         try:
             await engine.until_ready()
@@ -238,6 +238,40 @@ def test_one_replica_falls_back_and_comes_back_beside_the_others(plan):
 
     plan_of_two = replace(plan, replicas=(0, 2), router="round-robin")
     serving(plan_of_two, lose_and_find)
+
+
+def test_a_replica_with_fewer_devices_gets_its_part_of_the_requests(plan):
+    async def lose_and_find(engine: ReplicaSet, replanner: Replanner) -> None:
+        report_left(engine.client(1), 3)
+        await until(lambda: replanner.state.num_replans == 1)
+        whole, left = (one.capacity for one in single_plans(replanner.state.plan))
+        assert whole > 3 * left
+        assert num_chosen(engine) == pytest.approx([90 * whole / (whole + left), 90 * left / (whole + left)], abs=1)
+        engine.client(1)._take(DevicesBack(there=True))
+        await until(lambda: replanner.state.num_replans == 2)
+        assert num_chosen(engine) == [45, 45]
+
+    figures = Estimate(
+        throughput=300.0,
+        token_throughput=100.0,
+        ttft=0.1,
+        tpot=0.01,
+        latency=1.0,
+        latency_p50=0.5,
+        latency_p99=1.0,
+        kv_tokens=10.0,
+        memory_bytes_per_gpu=10.0,
+    )
+    serving(replace(plan, replicas=(0, 2), router="shortest-queue", estimate=figures), lose_and_find)
+
+
+def num_chosen(engine: ReplicaSet) -> list[int]:
+    """Of 90 requests at once, by replica."""
+    jobs = [engine.reserve(1) for _ in range(90)]
+    found = [engine.client(number).num_jobs for number in (0, 1)]
+    for job in jobs:
+        engine.release(job)
+    return found
 
 
 def test_with_advise_a_plan_for_the_devices_left_waits_to_be_accepted_and_goes_when_they_are_back(plan):

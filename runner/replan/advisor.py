@@ -11,18 +11,21 @@ import contextlib
 import itertools
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import assert_never
 
-from exeplan.core.plan import as_json
+from exeplan.core.plan import Plan, as_json
 from exeplan.drift.devices_left import plan_for_left
 from exeplan.drift.group_watch import GroupWatch
 from exeplan.drift.histograms import lengths_of
 from exeplan.drift.save_proposal import save_proposal
+from exeplan.drift.state import Rules
 from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from, plan_problems
+from exeplan.planner.problems.problem import Problem
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     ADVISOR_REQUESTS,
@@ -54,12 +57,8 @@ class Advisor:
         """Raises InputError where profile or workload of the plan cannot be read."""
         self._file = Path(start.file) if start.file else None
         plan = plan_from(start.plan, folder=Path("/"))
-        problems = plan_problems(plan)
-        self._watch: Watch | GroupWatch
-        if len(problems) == 1:
-            self._watch = Watch(plan, problems[0], rules=start.rules)
-        else:
-            self._watch = GroupWatch(plan, problems, rules=start.rules)
+        self._rules = start.rules
+        self._watch = _watch(plan, plan_problems(plan), start.rules)
         self._numbers = itertools.count(1)
         self._proposals: dict[int, Proposal] = {}
         """By number: what has been proposed in place of the active plan."""
@@ -107,7 +106,10 @@ class Advisor:
             self._watch.adopted(self._proposals[adopted.plan], now=adopted.now)
         else:
             plan = plan_from(adopted.plan, folder=Path("/"))
-            self._watch.adopted(plan, now=adopted.now, problems=plan_problems(plan))
+            problems = plan_problems(plan)
+            if len(plan.groups) != len(self._watch.plan.groups):
+                self._watch = _watch(plan, problems, self._rules)
+            self._watch.adopted(plan, now=adopted.now, problems=problems)
         self._proposals.clear()
         return AdvisorReady()
 
@@ -119,6 +121,13 @@ class Advisor:
         found = optimize(problem, policies=self._watch.policies, advise=False).candidates
         results = {c.policy: with_frontier(problem, c, num_bounds=8) for c in found if c.search and c.placement}
         return FrontierRows(rows=[asdict(row) for row in frontier_rows(results)])
+
+
+def _watch(plan: Plan, problems: Sequence[Problem], rules: Rules) -> Watch | GroupWatch:
+    """`problems` are those of each group of replicas."""
+    if len(problems) == 1:
+        return Watch(plan, problems[0], rules=rules)
+    return GroupWatch(plan, problems, rules=rules)
 
 
 def plan_left(request: PlanForLeft) -> LeftPlanned:

@@ -175,9 +175,13 @@ class Replanner:
             if self._watching is None or self._watching.done():
                 self.start()
             return
-        reply = await self._advisor.ask(
-            PlanAdopted(now=self._now, plan=plan if isinstance(plan, int) else as_json(plan))
-        )
+        adopted = PlanAdopted(now=self._now, plan=plan if isinstance(plan, int) else as_json(plan))
+        try:
+            reply = await self._advisor.ask(adopted)
+        except (TimeoutError, EOFError, ConnectionError) as error:  # The next one begins with this plan.
+            log.warning("the advisor did not answer (%s); it is restarted", type(error).__name__)
+            await self._end_advisor()
+            return
         if isinstance(reply, AdvisorRefused):
             await self._end_advisor()
             self._set(error=f"nothing is watched: {reply.message}")

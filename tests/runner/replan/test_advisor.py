@@ -5,6 +5,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan, as_json
 from exeplan.core.profile import Profile, save_profile
-from exeplan.core.schedule import Schedule, single_stage
+from exeplan.core.schedule import ReplicaGroup, Schedule, single_stage
 from exeplan.drift.state import RequestLengths, Rules
 from exeplan.runner.ipc.frames import frame
 from exeplan.runner.ipc.messages import AdvisorReady, GetFrontier, Look, Looked, PlanAdopted, ProposedPlan, WatchPlan
@@ -112,3 +113,13 @@ def test_it_watches_the_plan_that_was_adopted_though_it_proposed_another_one_lat
     assert first.plan["schedule"] != later.plan["schedule"]
     assert advisor.take(PlanAdopted(now=130.0, plan=first.number)) == AdvisorReady()
     assert look(advisor, 131, outputs=40).planned.outputs.mean == pytest.approx(5, abs=1)
+
+
+def test_a_plan_with_another_number_of_groups_is_watched_as_well(plan):
+    two = replace(plan, replicas=(0, 1), router="shortest-queue")
+    group = ReplicaGroup(schedule=plan.schedule, placement=plan.placement, first_devices=(1,))
+    unequal = replace(two, replicas=(0,), more_replicas=(group,))
+    advisor = Advisor(WatchPlan(plan=as_json(two), rules=RULES, file=None))
+    for other in (unequal, two):
+        assert advisor.take(PlanAdopted(now=1.0, plan=as_json(other))) == AdvisorReady()
+        assert look(advisor, 2, outputs=90).planned.outputs.mean == 90

@@ -210,6 +210,18 @@ def test_a_plan_is_adopted_by_hand_as_a_whole_or_not_at_all(plan, tmp_path):
     assert [kind for kind, _ in events] == ["adopted", "failed", "adopted"]
 
 
+def test_a_plan_is_adopted_though_the_advisor_has_ended(plan):
+    other = replace(plan, schedule=Schedule("orca", {"max_num_seqs": 4}))
+
+    async def wait(client: EngineClient, replanner: Replanner) -> None:
+        replanner._advisor = advisor = await replanner._start_advisor()
+        await advisor.close()
+        assert (await replanner.adopt(other, source="request")).plan == other
+        assert replanner._advisor is None
+
+    serving(plan, wait, mode="off")
+
+
 def test_a_plan_without_profile_or_workload_is_not_watched(plan):
     async def wait(client: EngineClient, replanner: Replanner) -> None:
         assert "names no profile and no workload" in replanner.state.error

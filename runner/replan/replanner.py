@@ -131,6 +131,7 @@ class Replanner:
         if (proposed := self.state.proposed) is None:
             return None
         assert self._carrying
+        self._set(proposed=None)  # Another call meanwhile finds none.
         return await self._carrying(proposed)
 
     async def propose(self, replanned: Replanned, carry_out: CarryOut) -> None:

@@ -16,7 +16,7 @@ from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, save_profile
 from exeplan.core.schedule import ReplicaGroup, Schedule, single_stage
-from exeplan.drift.state import Rules
+from exeplan.drift.state import Replanned, Rules
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan, read_plan
 from exeplan.runner.compute.tokens.sampling import SamplingParams
@@ -208,6 +208,20 @@ def test_a_plan_is_adopted_by_hand_as_a_whole_or_not_at_all(plan, tmp_path):
 
     events = serving(plan, wait, mode="off")
     assert [kind for kind, _ in events] == ["adopted", "failed", "adopted"]
+
+
+def test_a_plan_that_is_accepted_twice_is_adopted_once(plan):
+    other = replace(plan, schedule=Schedule("orca", {"max_num_seqs": 4}))
+
+    async def wait(client: EngineClient, replanner: Replanner) -> None:
+        async def carry_out(proposed: Replanned) -> Replanned:
+            return await replanner.carry_out(proposed, partial(replanner._switch, proposed.plan))
+
+        await replanner.propose(replanner.describe(other, "drift", "it is better"), carry_out)
+        first, second = await asyncio.gather(replanner.accept(), replanner.accept())
+        assert (first.plan, second, replanner.state.num_replans) == (other, None, 1)
+
+    serving(plan, wait, mode="off")
 
 
 def test_a_plan_is_adopted_though_the_advisor_has_ended(plan):

@@ -18,6 +18,7 @@ from exeplan.core.schedule import POLICY_FILE
 from exeplan.drift.state import Replanned
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from
+from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.server.openai.check import Model, check
 from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.openai.fields import Only, Strict
@@ -64,12 +65,15 @@ async def reload(service: Service) -> None:
     """What SIGHUP asks for; an error is logged."""
     try:
         await load_file(service, source="signal")
-    except InputError as error:
+    except (InputError, EngineError) as error:
         log.error("the plan was not loaded: %s", error)
 
 
 async def load_file(service: Service, *, source: str) -> Replanned:
-    """Reads the plan's file again. Raises InputError, with nothing changed, where that cannot be done."""
+    """Reads the plan's file again. Raises InputError, with nothing changed, where that cannot be done.
+
+    Raises EngineError when the engine is gone.
+    """
     if service.replanner is None or service.plan_file is None:
         raise InputError("this server's plan came from no file")
     return await service.replanner.load(service.plan_file, source=source)

@@ -1,10 +1,16 @@
 """Another plan is loaded into a running server, by signal or authenticated request, and no request is disturbed."""
 
+import asyncio
 import json
 import re
 import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from exeplan.runner.engine_process.job import EngineError
+from exeplan.runner.server.plan_control import reload
 
 from ..processes import eventually
 from .test_lifecycle import streaming
@@ -50,6 +56,15 @@ def test_a_broken_file_changes_nothing(served):
     served.plan_file.write_text(text)
     assert (adopted(served), shown(served)["schedule"]) == (before, plan)
     assert served.complete({"prompt": "a", "max_tokens": 2}).status == 200
+
+
+def test_a_signal_while_the_engine_is_gone_leaves_a_line_in_the_log(caplog):
+    class Gone:
+        async def load(self, path, *, source):
+            raise EngineError("the engine is gone")
+
+    asyncio.run(reload(SimpleNamespace(replanner=Gone(), plan_file=Path("plan.yaml"))))
+    assert "the plan was not loaded: the engine is gone" in caplog.text
 
 
 def test_what_get_shows_can_be_changed_and_posted(served):

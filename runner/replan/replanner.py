@@ -163,10 +163,11 @@ class Replanner:
         self.on_event("vetoed", proposed)
         return True
 
-    async def frontier(self) -> list[dict[str, Any]]:
-        """Points of the frontier under the observed lengths; none while too few requests are known."""
+    async def frontier(self) -> list[dict[str, Any]] | None:
+        """Points of the frontier under the observed lengths: none where no plan keeps the bounds; None while too few
+        requests are known."""
         if not self._advisor:
-            return []
+            return None
         reply = await self._advisor.ask(GetFrontier())
         return reply.rows if isinstance(reply, FrontierRows) else []
 

@@ -107,8 +107,9 @@ class Dashboard:
             rows = await self._service.replanner.frontier()
         except (TimeoutError, EOFError, OSError) as error:
             log.warning("the frontier is not shown: %s", error or type(error).__name__)
-            rows, self._asked = [], num_replans
-        if rows:  # There are none until enough requests are known.
+            self._asked = num_replans
+            return
+        if rows is not None:
             self._frontier, self._asked = rows, num_replans
 
 

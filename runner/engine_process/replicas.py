@@ -432,9 +432,16 @@ class ReplicaSet:
                     self._move(client)
 
     async def length_stats(self) -> LengthStatsReport:
-        """Lengths of the requests of all replicas that work; raises EngineError when none does."""
+        """Lengths of the requests of all replicas that work, also where another fails meanwhile.
+
+        Raises EngineError when none works.
+        """
         clients = [client for client in self._clients if not client.failure] or self._clients[:1]
-        found = await asyncio.gather(*(client.length_stats() for client in clients))
+        answers = await asyncio.gather(*(client.length_stats() for client in clients), return_exceptions=True)
+        found = [one for one in answers if isinstance(one, LengthStatsReport)]
+        for error in (one for one in answers if isinstance(one, BaseException)):
+            if not found or not isinstance(error, EngineError):
+                raise error
         return LengthStatsReport(
             number=found[0].number,
             now=max(report.now for report in found),

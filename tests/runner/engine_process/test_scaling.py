@@ -12,9 +12,9 @@ from exeplan.core.schedule import Estimate, ReplicaGroup, Schedule, single_stage
 from exeplan.errors import InputError
 from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
-from exeplan.runner.engine_process.job import Job
+from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.engine_process.replicas import ReplicaSet
-from exeplan.runner.ipc.messages import EngineSetup, PlanSwitched, Prompt, Sampling
+from exeplan.runner.ipc.messages import EngineSetup, LengthStatsReport, PlanSwitched, Prompt, Sampling
 from exeplan.runner.server.scaler import limits_of
 
 from ..processes import PATIENCE
@@ -178,6 +178,28 @@ def test_a_replica_starts_answers_what_it_has_and_ends() -> None:
             assert len(engine._clients) == 1
             assert engine.num_reserved == 6
             assert engine.failure is None
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_the_lengths_of_the_others_are_known_where_a_replica_fails() -> None:
+    async def run() -> None:
+        setup = engine_setup(PLAN, SPEC, dummy_weights=True)
+        engine = ReplicaSet([setup] * 2, "round-robin")
+        try:
+            await engine.until_ready()
+            await asyncio.gather(*(answer(engine, begin(engine, 5)) for _ in range(4)))
+
+            async def gone() -> LengthStatsReport:
+                raise EngineError("the engine is gone")
+
+            engine.client(1).length_stats = gone
+            assert [one.output_tokens for one in (await engine.length_stats()).left] == [5, 5]
+            engine.client(0).length_stats = gone
+            with pytest.raises(EngineError, match="the engine is gone"):
+                await engine.length_stats()
         finally:
             await engine.close()
 

@@ -2,7 +2,8 @@
 
 A request goes to one replica, with all its sequences, by the plan's router; a replica that restarts its workers or has
 failed gets none while another is up. What a replica had when it failed goes on on the others, with its tokens so far.
-So does what one on other hosts had that has been paused for `MOVE_SECONDS`: to find room for its workers may take long.
+So does what one had that has been paused for `MOVE_SECONDS` and may be for long: because it loads that long, or is on
+other hosts and has to find room for its workers.
 The set has failed when all replicas have.
 A replica that has lost devices may go on with a plan for those that are left, and back to its own (`fall_back`,
 `switch_replica`).
@@ -43,8 +44,8 @@ from exeplan.scheduling.scaling import to_drain
 
 log = logging.getLogger(__name__)
 MOVE_SECONDS = 0.5
-"""A pause of a replica on other hosts after which its requests go on elsewhere. Most workers that only crashed are back
-by then."""
+"""A pause of a replica, where it may be a long one, after which its requests go on elsewhere. Most workers that only
+crashed are back by then."""
 AGAIN_SECONDS = 30.0
 """After a replica could not be started until its number is tried again."""
 _DRAINED_SECONDS = 0.05
@@ -106,8 +107,7 @@ class ReplicaSet:
         self.failure: str | None = None
         self.ended = asyncio.Event()
         self._watching = [asyncio.create_task(self._watch(replica)) for replica in self._replicas]
-        if any(setup.ray for setup in setups):
-            self._watching.append(asyncio.create_task(self._relieve()))
+        self._watching.append(asyncio.create_task(self._relieve()))
 
     async def until_ready(self) -> None:
         """Starts an engine for each replica; they load at the same time. Raises what the first that fails raises."""
@@ -421,12 +421,14 @@ class ReplicaSet:
             failed.hand_over(job, other, crashed=crashed)
 
     async def _relieve(self) -> None:
-        """Moves the jobs of replicas on other hosts that are paused for long, as long as others work."""
+        """Moves the jobs of replicas that are paused for long, as long as others work."""
         paused: dict[EngineClient, float] = {}
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            for client in (replica.client for replica in self._replicas if replica.setup.ray):
-                paused[client] = paused.get(client, 0.0) + WATCH_SECONDS if client.pause else 0.0
+            for replica in self._replicas:
+                client = replica.client
+                pause = client.pause if replica.setup.ray else client.long_pause
+                paused[client] = paused.get(client, 0.0) + WATCH_SECONDS if pause else 0.0
                 if paused[client] > MOVE_SECONDS and client.num_jobs and self._up:
                     log.warning("%d requests of a paused replica go on on others: %s", client.num_jobs, client.pause)
                     self._move(client)

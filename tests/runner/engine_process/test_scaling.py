@@ -1,6 +1,8 @@
 """Replicas of a running set start and drain: no request is refused or lost by it."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
@@ -178,6 +180,35 @@ def test_a_replica_starts_answers_what_it_has_and_ends() -> None:
             assert len(engine._clients) == 1
             assert engine.num_reserved == 6
             assert engine.failure is None
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_what_a_crashed_replica_has_goes_on_on_another_where_it_loads_for_long() -> None:
+    async def run() -> None:
+        setup = engine_setup(PLAN, SPEC, dummy_weights=True)
+        engine = ReplicaSet([setup] * 2, "shortest-queue")
+        try:
+            await engine.until_ready()
+            expected = await answer(engine, begin(engine, 1000))
+            jobs = [begin(engine, 1000) for _ in range(4)]
+            await until(lambda: not any(job.waiting for job in jobs))
+            client = engine.client(0)
+            load, moved = client._load, asyncio.Event()
+
+            async def for_long() -> None:
+                await moved.wait()
+                await load()
+
+            client._load, client._load_seconds = for_long, 60.0
+            os.kill(client.pid, signal.SIGKILL)
+            async with asyncio.timeout(20.0):
+                while client.num_jobs:
+                    await asyncio.sleep(0.01)
+            moved.set()
+            assert [await answer(engine, job) for job in jobs] == [expected] * 4
         finally:
             await engine.close()
 

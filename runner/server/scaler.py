@@ -50,7 +50,7 @@ class Scaler:
     """The number of replicas over time."""
 
     def __init__(self, engine: ReplicaSet, limits: Limits, *, num_refused: Callable[[], int]) -> None:
-        """`num_refused` counts the requests that came and were not admitted for want of room."""
+        """`num_refused` counts the sequences that came and got no place for want of room."""
         self._engine, self._limits, self._num_refused = engine, limits, num_refused
         self._demand = Demand(wanted=limits.least)
         self._looking: asyncio.Task[None] | None = None

@@ -65,7 +65,7 @@ class OtherFrontEnds(Protocol):
 
     @property
     def num_refused(self) -> int:
-        """Requests that they have refused by themselves."""
+        """Sequences of requests that they have refused by themselves, 1 of each that they had not read."""
 
     def reading(self) -> Mapping[str, int]:
         """The requests of each that have not been answered."""
@@ -95,6 +95,7 @@ class Service:
         self._draining = asyncio.Event()
         self._num_read = 0
         """Requests whose body is there, and that are not admitted yet."""
+        self._num_refused = 0
         self.started = time.time()
         self.replanner: Replanner | None = None
         self.scaler: Scaler | None = None
@@ -196,9 +197,9 @@ class Service:
         )
 
     def num_refused(self) -> int:
-        """Requests that came and were not admitted for want of room."""
+        """Sequences of requests that came and got no place for want of room, 1 of each that had not been read."""
         elsewhere = self.front_ends.num_refused if self.front_ends else 0
-        return self.metrics.rejected["queue_full"] + self.metrics.rejected["late"] + elsewhere
+        return self._num_refused + elsewhere
 
     @property
     def max_context(self) -> int:
@@ -310,7 +311,7 @@ class Service:
             if leaving:
                 refusal = wanted(num_leaving=sum(len(job.waiting) for job, _ in leaving))
         if refusal:
-            raise self.counted(refusal, client)
+            raise self.counted(refusal, client, num_sequences=count)
         self._push_out(leaving)
         job = self.engine.reserve(count)
         self.clients.begin(client, job)
@@ -335,12 +336,13 @@ class Service:
         retry_after = self.admission.retry_after(self.engine.num_waiting)
         for job, client in jobs:
             error = RequestError(message, status=429, code="queue_full", retry_after=retry_after)
-            job.fail(self.counted(error, client))
+            job.fail(self.counted(error, client, num_sequences=0))  # It had its places.
             self.release(job)
 
-    def counted(self, refusal: RequestError, client: Client) -> RequestError:
-        """A refusal that is about to be the answer."""
+    def counted(self, refusal: RequestError, client: Client, *, num_sequences: int = 1) -> RequestError:
+        """A refusal that is about to be the answer, to a request with so many sequences that have had no place."""
         if refusal.status == 429:
+            self._num_refused += num_sequences if refusal.code in ("queue_full", "late") else 0
             self.metrics.rejected[refusal.code or ""] += 1
             self.clients.total(client).rejections += 1
         return refusal

@@ -98,7 +98,7 @@ class FrontEnds:
 
     @property
     def num_refused(self) -> int:
-        """Requests that they have refused by themselves."""
+        """Sequences of requests that they have refused by themselves."""
         return self._num_refused + sum(one.told.num_refused for one in self._here.values())
 
     def reading(self) -> Mapping[str, int]:

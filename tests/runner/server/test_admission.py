@@ -1,12 +1,23 @@
 """The queue is bounded, and a request that would be late by the plan can be refused at once, with the time to wait."""
 
+import asyncio
+import contextlib
+from dataclasses import replace
+
 import pytest
 
 from exeplan.core.bounds import Bound
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Estimate, Schedule, Stage
+from exeplan.core.schedule import Estimate, Schedule, Stage, single_stage
 from exeplan.errors import InputError
+from exeplan.runner.engine.tokenizer import Tokenizer
+from exeplan.runner.engine_process.build import engine_setup
+from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.server.admission import Admission, default_max_queue
+from exeplan.runner.server.network.clients import Client
+from exeplan.runner.server.openai.errors import RequestError
+from exeplan.runner.server.service import Service
 
 ESTIMATE = Estimate(
     throughput=2.0,
@@ -97,3 +108,25 @@ def test_another_plan_has_other_rules():
 def test_the_default_queue_is_a_few_times_what_runs():
     assert default_max_queue(plan()) == 64
     assert default_max_queue(plan(max_seqs=100)) == 400
+
+
+def test_a_refused_request_counts_with_all_its_sequences_as_load_and_one_that_is_pushed_out_once():
+    spec = load_model_spec("demo")
+    served = replace(plan(), placement=single_stage(spec))
+
+    async def refuse() -> list[int]:
+        engine, tokenizer = EngineClient(engine_setup(served, spec)), Tokenizer.load(spec)
+        admission = Admission(served, max_queue=8, refuse_late=False)
+        service = Service(engine, tokenizer, admission, plan=served, spec=spec, model_name="demo", request_seconds=60.0)
+        found = []
+        try:
+            for name, count in (("a", 4), ("a", 4), ("a", 3), ("b", 1)):  # The last one makes a place for itself.
+                with contextlib.suppress(RequestError):
+                    service.place(count, Client(name=name), max_tokens=1, deadline=None)
+                found.append(service.num_refused())
+            assert service.metrics.rejected["queue_full"] == 2
+        finally:
+            await service.close()
+        return found
+
+    assert asyncio.run(refuse()) == [0, 0, 3, 3]

@@ -387,6 +387,20 @@ def errors_at_rates(record: Record) -> str:
     return rows(("share of the capacity", "replay", *(f"{name}: median, worst" for name in names.values())), body)
 
 
+def demo_errors(record: Record) -> str:
+    """How many figures of the demo were as asked, the intervals that held, their widths and the time."""
+    found = record["found"]
+    return (
+        f"{found['as asked']} of {found['rows']} figures are within 5 % (10 % of latency) or their own interval, "
+        f"{share_of(found['held'], found['rows'])} intervals hold the measurement, the widest is "
+        f"+-{found['widest']:.1f} %, and the longest demo took {found['longest']:.0f} s"
+    )
+
+
+def demo_runs(record: Record) -> str:
+    return f"{len(record['runs'])} runs, {record['busy']} of them next to a busy loop on the other core"
+
+
 def gains_of_two(record: Record) -> str:
     """Throughput of two engines over one's: planned and measured, of each model."""
     return ", ".join(
@@ -976,6 +990,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "planner-risk-corrected": {"left-out": risk_corrected, "deployments": risk_by_deployment},
     "fidelity-demo": {**_ONE_DEVICE, "rra": today_measured},
     "fidelity-demo-unseen": _ONE_DEVICE,
+    "fidelity-demos": {"errors": demo_errors, "runs": demo_runs},
     "fidelity-workers-demo": {"errors": errors_of_runs("plan", lambda row: f"`{row['case']}`"), "waa": waa_measured},
     "fidelity-rate-demo": {"errors": errors_at_rates, "plans": lambda record: str(len(record["rows"]))},
     "fidelity-replicas": {

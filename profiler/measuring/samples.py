@@ -18,8 +18,10 @@ from exeplan.core.runs.machine_speed import MachineSpeed
 Key = tuple[str, str, int, int, int]
 """op, phase, num_seqs, num_tokens, context_tokens; op `layer` is attention and rest together."""
 _KNOWN_ROUNDS = 3
-_POINTS_AROUND = 4
-"""Between which a layer lies: two numbers of sequences, two lengths."""
+_POINTS_AROUND = 2
+"""Whose errors count as independent of the four that a layer lies between: those that are timed one after the other
+have the speed of their moment in common. Six profiles of a restless machine were off by 1.7 times what four say
+(`benchmarks/fidelity/demos.py`)."""
 
 
 class Samples:

@@ -90,5 +90,5 @@ def test_what_a_layer_is_known_to_is_the_spread_of_all_its_points_over_their_vis
         for number in range(5):
             seconds = 0.01 * point * float(np.exp(0.1 * rng.normal()))
             found.add({("layer", "decode", point, 0, 512): seconds}, number=5 * point + number)
-    assert found.error("decode") == pytest.approx(0.1 / 20**0.5, rel=0.15)
+    assert found.error("decode") == pytest.approx(0.1 / 10**0.5, rel=0.15)
     assert found.error("prefill") == 0.0

@@ -5,12 +5,14 @@
 `exeplan demo` in a new process and an empty folder each time; in the last `--busy` runs another process counts all the
 while. An error is the prediction over what was measured, less 1, at profiling speed: it should be within 5 % (10 % of
 latency) or within its own 90 % interval, that interval not wider than +-10 %, and a demo not take over 100 s. Every run
-has a profile of its own, so that `held`, the share of intervals that hold 0, judges what profiles say of their error.
+has a profile of its own, so that `held`, the share of intervals that hold 0, and `told`, the root mean square of errors
+over the standard errors of their intervals, judge what profiles say of their error.
 
 Writes records/fidelity-demos.json.
 """
 
 import argparse
+import math
 import re
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from typing import Any
 from benchmarks.lib.intervals import wilson
 from benchmarks.lib.record import write_record
 from exeplan.planner.reports.tables import table
+from exeplan.runner.fidelity.pass_comparison import NORMAL_90
 
 _WITHIN = {"throughput": 5.0, "latency": 10.0}
 """Percent."""
@@ -44,6 +47,7 @@ def main() -> None:
         "as asked": sum(row["as asked"] for row in rows),
         "held": sum(row["held"] for row in rows),
         "rows": len(rows),
+        "told": math.sqrt(sum((NORMAL_90 * row["error"] / row["half"]) ** 2 for row in rows) / len(rows)),
         "widest": max(row["half"] for row in rows),
         "longest": max(run["seconds"] for run in runs),
     }
@@ -51,7 +55,8 @@ def main() -> None:
     low, high = wilson(found["held"], len(rows))
     print(
         f"\n{found['as asked']} of {len(rows)} as asked; {found['held']} of {len(rows)} intervals hold the measurement "
-        f"({low:.0%} to {high:.0%}); the widest +-{found['widest']:.1f} % (asked {_WIDEST:g}); the longest demo "
+        f"({low:.0%} to {high:.0%}), errors are {found['told']:.1f} times what these tell; "
+        f"the widest +-{found['widest']:.1f} % (asked {_WIDEST:g}); the longest demo "
         f"{found['longest']:.0f} s (asked {_LONGEST:g})"
     )
     print(f"\nrecord: {write_record('fidelity-demos', {'busy': args.busy, 'found': found, 'runs': runs})}")

@@ -140,10 +140,12 @@ def _bench_plan(args: argparse.Namespace) -> int:
     workload = plan_workload(plan, spec, args.workload)
     load = _load(args, workload, plan)
     profile = _profile(args, plan, spec)
+    moves = load.arrivals is not None and not args.url  # By a clock that is known only when they have come.
+    prediction = _prediction(plan, profile, spec, load) if profile and not moves else None
     records, shared, counted = _play(args, plan, spec, load, profile)
-    if shared and load.arrivals is not None:
+    if moves and shared and load.arrivals is not None:
         load = replace(load, arrivals=shared.moved(load.arrivals))
-    prediction = _prediction(plan, profile, spec, load) if profile else None
+        prediction = _prediction(plan, profile, spec, load) if profile else None
     bounds = (plan.bound or Bound(seconds=math.inf), *plan.more_bounds)
     p99 = workload.output_quantile(0.99)
     measured = summarize(records, p99_output=p99, bounds=bounds, backlog=load.backlog)

@@ -20,8 +20,8 @@ Key = tuple[str, str, int, int, int]
 _KNOWN_ROUNDS = 3
 _POINTS_AROUND = 2
 """Whose errors count as independent of the four that a layer lies between: those that are timed one after the other
-have the speed of their moment in common. Six profiles of a restless machine were off by 1.7 times what four say
-(`benchmarks/fidelity/demos.py`)."""
+have the speed of their moment in common, and by four the intervals of `benchmarks/fidelity/demos.py` were too
+narrow."""
 
 
 class Samples:

@@ -49,6 +49,9 @@ _NICENESS = 19
 _AUTOGROUP, _SESSION_NICENESS = Path("/proc/self/autogroup"), 10
 """A tenth of what another session gets of a processor that both want: with less a search would not end in time."""
 
+_KEPT = 8
+"""Proposals that may yet be adopted: a search may find another while the service decides about the last one."""
+
 
 class Advisor:
     """The watch of one service."""
@@ -61,7 +64,7 @@ class Advisor:
         self._watch = _watch(plan, plan_problems(plan), start.rules)
         self._numbers = itertools.count(1)
         self._proposals: dict[int, Proposal] = {}
-        """By number: what has been proposed in place of the active plan."""
+        """By number: what was last proposed in place of the active plan."""
 
     def take(self, request: WatchPlan | Look | PlanAdopted | GetFrontier) -> AdvisorReply:
         """Carries a request out. Raises InputError where it cannot."""
@@ -91,7 +94,7 @@ class Advisor:
         if self._file:
             proposal = replace(proposal, plan=save_proposal(proposal, self._file))
         number = next(self._numbers)
-        self._proposals[number] = proposal
+        self._proposals = dict([*self._proposals.items(), (number, proposal)][-_KEPT:])
         return ProposedPlan(
             number=number,
             plan=as_json(proposal.plan),

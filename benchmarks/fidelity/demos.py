@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.lib.intervals import wilson
 from benchmarks.lib.record import write_record
+from exeplan.core.runs.estimators import NORMAL_90
 from exeplan.planner.reports.tables import table
-from exeplan.runner.fidelity.pass_comparison import NORMAL_90
 
 _WITHIN = {"throughput": 5.0, "latency": 10.0}
 """Percent."""

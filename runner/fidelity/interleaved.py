@@ -15,6 +15,7 @@ import numpy as np
 from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
+from exeplan.core.runs.estimators import NORMAL_90
 from exeplan.core.runs.metrics import summarize
 from exeplan.core.schedule import Estimate
 from exeplan.planner.load_problem import engine_blocks
@@ -22,7 +23,7 @@ from exeplan.policies import load_policy
 from exeplan.runner.compute.reference_passes import RepeatedPasses
 from exeplan.runner.engine.engine import Engine
 from exeplan.runner.engine_process.build import build_engine, engine_setup
-from exeplan.runner.fidelity.pass_comparison import NORMAL_90, PassComparison, compare_passes
+from exeplan.runner.fidelity.pass_comparison import PassComparison, compare_passes
 from exeplan.runner.load import cut_at, draw_load, play_engine
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay

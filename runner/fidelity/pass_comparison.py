@@ -13,14 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.runs.estimators import MOST_BLOCKS, figure
+from exeplan.core.runs.estimators import MOST_BLOCKS, NORMAL_90, figure
 from exeplan.core.schedule import Figure
 from exeplan.runner.engine.engine import StepRecord
 from exeplan.runner.load import EngineRun
 from exeplan.simulator.run import PassRecord
-
-NORMAL_90 = 1.645
-"""Standard errors to either side of an interval that holds 90 % of a normal law."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

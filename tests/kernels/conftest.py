@@ -28,7 +28,9 @@ def interpreting() -> Iterator[None]:
 with interpreting():
     from exeplan.kernels import language, select  # noqa: F401 - importing them defines every kernel
 
-assert language.AVAILABLE or not importlib.util.find_spec("triton"), "the kernels were imported before"
+assert language.AVAILABLE or not importlib.util.find_spec("triton"), (
+    "the kernels were imported before, by a test collected before these: what it imports shall do so within functions"
+)
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -53,6 +53,8 @@ from exeplan.units import show_seconds
 from exeplan.workload.length_law import Ints
 
 CONFIDENCE = 0.9
+NORMAL_90 = 1.645
+"""Standard errors to either side of an interval that holds `CONFIDENCE` of a normal law."""
 LEAST_BLOCKS, MOST_BLOCKS = 4, 12
 LEAST_GAPS = 20
 LEAST_BATCHES = 3

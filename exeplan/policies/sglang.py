@@ -112,8 +112,8 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     decode, full = float(through[0]), float(through[1])
     last_of_others = through[2 + len(own.last) :]
     pause = pace * (others.full * full + float(others.chance @ last_of_others))
-    first = float(own.beside @ through[kinds][2:]) + pace * full * max(math.ceil(workload.mean_input / budget) - 1, 0)
-    rest = pace * (full * own.full_beside / 2 + float(own.behind @ through[kinds][2:]))
+    first = float(own.ending @ through[kinds][2:]) + full * (own.ending_full + pace * own.cut)
+    rest = pace * (full * own.behind_full + float(own.behind @ through[kinds][2:]))
 
     def latency(output_tokens: Floats) -> Floats:
         count = np.asarray(output_tokens, dtype=float) - shift
@@ -144,12 +144,16 @@ class _Refill:
     chance: Floats
     """How many of each kind there are before a decode; of those that refill the free slots first they add up to the
     probability that there is one."""
-    beside: Floats
-    """The same as a request of its own meets it, in proportion to the prompts there."""
-    full_beside: float
-    """Full passes of a refill that a request is in."""
+    ending: Floats
+    """Shares of the prompts that end with each kind of last pass."""
+    ending_full: float
+    """The share that ends with a full pass."""
+    cut: float
+    """Full passes of a prompt before the one with which it ends: each of a refill cuts one prompt."""
     behind: Floats
-    """Of each kind, how many come between a request's own pass and its first decode."""
+    """Of each kind, how many come between the end of a prompt and its first decode."""
+    behind_full: float
+    """Full passes between them."""
 
 
 def _refill(slots: float, decodes: DecodeLaw, workload: Workload, budget: float) -> _Refill:
@@ -169,19 +173,26 @@ def _refill(slots: float, decodes: DecodeLaw, workload: Workload, budget: float)
     weights = np.repeat(chance[:, None] / _POINTS, _POINTS, axis=1)
     full = np.maximum(np.ceil(sums / budget) - 1.0, 0.0)
     some = count > 0
-    last = np.maximum(sums - full * budget, 1.0)[some]
-    beside = (weights * count[:, None])[some]
+    full, number, weights = full[some], count[some][:, None], weights[some]
+    last = np.maximum(sums[some] - full * budget, 1.0)
+    prompts = np.clip(np.minimum(number, last / law.mean + 0.5), 1.0, None)
+    ending = np.where(full > 0, np.minimum(prompts, number), number)
+    # Those that end with full passes do so evenly over these.
+    early = weights * (number - ending)
     mean = float(chance @ count)
-    behind = np.concatenate([0.0 * free, again.behind / max(mean, 1e-300)])
+    total = max(mean, 1e-300)
+    behind = np.concatenate([0.0 * free, again.behind / total])[some]
     return _Refill(
         mean=mean,
         full=float((weights * full).sum()),
         last=last.ravel(),
-        prompts=np.clip(np.minimum(count[some][:, None], last / law.mean + 0.5), 1.0, None).ravel(),
-        chance=weights[some].ravel(),
-        beside=(beside / max(float(beside.sum()), 1e-300)).ravel(),
-        full_beside=float((beside * full[some]).sum() / max(float(beside.sum()), 1e-300)),
-        behind=np.repeat(behind[some] / _POINTS, _POINTS),
+        prompts=prompts.ravel(),
+        chance=weights.ravel(),
+        ending=(weights * ending / total).ravel(),
+        ending_full=float(early.sum() / total),
+        cut=float((weights * full).sum() / total),
+        behind=(behind[:, None] / _POINTS + early / total).ravel(),
+        behind_full=float((early * np.maximum(full - 1, 0.0)).sum() / 2 / total),
     )
 
 

@@ -137,3 +137,21 @@ def test_slots_of_requests_of_one_token_are_refilled_in_passes_of_their_own(
     took = np.mean([one.token_times[-1] - one.start for one in requests])
     assert steady.throughput == pytest.approx(real, rel=most)
     assert steady.latency(outputs.astype(float)).mean() == pytest.approx(took, rel=most)
+
+
+@pytest.mark.parametrize("slots", [4, 16, 64])
+@pytest.mark.parametrize("inputs", [[20, 40, 300], [10, 400], [600]])
+def test_the_first_token_waits_for_all_passes_that_a_long_prompt_takes(
+    inputs: list[int], slots: int, cost: CostModel
+) -> None:
+    """Passes of 128 tokens: the mean of the first prompts fits into one, which the longest of them does not."""
+    lengths = [(prompt, output) for prompt in inputs for output in range(10, 60, 5)]
+    workload = Workload.of(
+        "long", inputs=[one for one, _ in lengths], outputs=[one for _, one in lengths], weights=np.ones(len(lengths))
+    )
+    schedule = made(slots, 128)
+    drawn, outputs = workload.sample(80 * slots, seed=1)
+    requests = replay(schedule, cost, input_tokens=drawn, output_tokens=outputs, num_blocks=10**6).requests
+    steady, found = steady_state(schedule, workload, cost), summarize(requests, p99_output=55)
+    assert steady.ttft == pytest.approx(found.ttft, rel=0.08)
+    assert steady.tpot == pytest.approx(found.tpot, rel=0.05)

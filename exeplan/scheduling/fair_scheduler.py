@@ -98,13 +98,14 @@ class FairScheduler(Scheduler):
             return batch
         if not self.waiting:
             return super().next_batch(phase)
-        everything = self.waiting
+        everything, by_deadline = self.waiting, self._by_deadline
         order = self._counters.order(_of_clients(everything), _of_clients(self.running))
         offered = tuple(islice(order, self._num_offered))
-        self.waiting = deque(offered)
+        self.waiting, self._by_deadline = deque(offered), None
         try:
             return super().next_batch(phase)
         finally:
+            self._by_deadline = by_deadline
             self._put_back(everything, offered)
 
     def took(self, batch: Batch, seconds: float) -> None:
@@ -169,10 +170,15 @@ class FairScheduler(Scheduler):
 
     def _put_back(self, everything: deque[SequenceState], offered: tuple[ClientSequence, ...]) -> None:
         """What was not admitted waits on as it came; what was preempted meanwhile is in front."""
-        known, left = {id(s) for s in everything}, {id(s) for s in self.waiting}
-        left |= known - {id(s) for s in offered}
+        known, left = {id(s) for s in offered}, {id(s) for s in self.waiting}
         preempted = [s for s in self.waiting if id(s) not in known]
-        self.waiting = deque([*preempted, *(s for s in everything if id(s) in left)])
+        admitted = {id(s): s for s in offered if id(s) not in left}
+        if self._by_deadline:
+            self._by_deadline.take_out(everything, admitted.values())
+        elif admitted:
+            everything = deque(s for s in everything if id(s) not in admitted)
+        everything.extendleft(reversed(preempted))
+        self.waiting = everything
 
     def _within_shares(self, sequences: Iterable[ClientSequence], *, reserve: bool) -> Iterator[ClientSequence]:
         """Without those of clients at their share that would take what is kept free for others.

@@ -79,6 +79,8 @@ class Scheduler:
         """In order of arrival, preempted ones first."""
         self._sorted = SortedQueue(schedule.order) if schedule.order in SORTED_ORDERS else None
         """The same in the schedule's order, where that is of a fixed key."""
+        self._by_deadline: SortedQueue | None = None
+        """The same by deadline, as soon as one has passed."""
         self._next_deadline = math.inf
         """No waiting sequence that has not begun has an earlier one."""
         self.running: list[SequenceState] = []
@@ -139,15 +141,20 @@ class Scheduler:
         latest = now + self.schedule.lead_seconds
         if latest <= self._next_deadline:
             return []
-        due = [(s.deadline, s) for s in self.waiting if s.deadline is not None and not s.begun]
-        expired = [s for deadline, s in due if deadline < latest]
-        self._next_deadline = min((deadline for deadline, _ in due if deadline >= latest), default=math.inf)
+        if self._by_deadline is None:
+            self._by_deadline = SortedQueue("edf")
+        expired, self._next_deadline = self._by_deadline.due(self.waiting, latest)
         self._leave_queue(expired)
         return expired
 
     def _leave_queue(self, sequences: Iterable[SequenceState]) -> None:
-        if self._sorted is not None:
-            self._sorted.take_out(self.waiting, sequences)
+        followed = [one for one in (self._by_deadline, self._sorted) if one]
+        if followed:
+            sequences = tuple(sequences)
+            followed[0].take_out(self.waiting, sequences)
+            for other in followed[1:]:
+                for sequence in sequences:
+                    other.forget(sequence)
             return
         gone = set()
         for sequence in sequences:

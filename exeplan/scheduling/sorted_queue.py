@@ -43,6 +43,14 @@ class SortedQueue:
         self._follow(queue)
         return map(itemgetter(3), self._entries)
 
+    def due(self, queue: deque[SequenceState], before: float) -> tuple[list[SequenceState], float]:
+        """Of a queue followed by deadline: the sequences that have not begun and had to before that time, as they came,
+        and the seconds of the next deadline; infinity without one."""
+        self._follow(queue)
+        first, end = (bisect_left(self._entries, (True, at), key=itemgetter(0, 1)) for at in (-math.inf, before))
+        found = sorted(self._entries[first:end], key=itemgetter(2))
+        return [entry[3] for entry in found], self._entries[end][1] if end < len(self._entries) else math.inf
+
     def forget(self, sequence: SequenceState) -> None:
         """The sequence has left the queue."""
         if entry := self._known.pop(id(sequence), None):
@@ -52,8 +60,11 @@ class SortedQueue:
         """Takes sequences out of the queue, which has all of them."""
         self._follow(queue)
         for sequence in sequences:
-            place = self._known[id(sequence)][2]
-            del queue[bisect_left(queue, place, hi=len(self._known), key=self._place)]
+            if sequence is queue[0]:
+                queue.popleft()
+            else:
+                place = self._known[id(sequence)][2]
+                del queue[bisect_left(queue, place, hi=len(self._known), key=self._place)]
             self.forget(sequence)
 
     def _place(self, sequence: SequenceState) -> int:

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 import exeplan
 from exeplan.core.batch import SequenceState
-from exeplan.core.queue_order import das_of, queue_of, ranking
+from exeplan.core.queue_order import ORDERS, das_of, queue_of, ranking
 from exeplan.core.schedule import Schedule
+from exeplan.scheduling.fair_queue import ClientSequence, VirtualTokenCounters
+from exeplan.scheduling.fair_scheduler import FairScheduler
 from exeplan.scheduling.scheduler import Scheduler
 from exeplan.scheduling.sorted_queue import SortedQueue
 from exeplan.simulator.cost import CostModel
@@ -144,4 +146,52 @@ def test_an_admission_does_not_look_at_all_that_wait(order: str) -> None:
             row.num_output_tokens, row.finished = 1, True
         scheduler.complete(batch)
     assert not scheduler.has_work
+    assert Counted.looks <= 5 * number
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("num_clients", [0, 3])
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=10, deadline=None)
+def test_what_expires_is_what_looking_at_all_finds(num_clients: int, order: str, seed: int) -> None:
+    """In order of arrival, with arrivals, cancelled and preempted requests; of one scheduler or a fair one."""
+    chance, schedule = random.Random(seed), Schedule("orca", {"max_num_seqs": 4}, order)
+    scheduler = Scheduler(schedule, 8)
+    if num_clients:
+        scheduler = FairScheduler(schedule, 8, counters=VirtualTokenCounters(), clock=lambda: 0.0)
+    number = 0
+    for now in range(100):
+        for _ in range(chance.choice([0, 0, 1, 4])):
+            one = drawn(number, chance)
+            scheduler.add(
+                ClientSequence(
+                    request_id=one.request_id,
+                    num_prompt_tokens=one.num_prompt_tokens,
+                    max_output_tokens=one.max_output_tokens,
+                    deadline=one.deadline,
+                    client=str(chance.randrange(num_clients or 1)),
+                )
+            )
+            number += 1
+        if scheduler.waiting and chance.random() < 0.1:
+            scheduler.remove(chance.choice(list(scheduler.waiting)))
+        due = [s for s in scheduler.waiting if not s.begun and s.deadline is not None and s.deadline < now]
+        kept = [s for s in scheduler.waiting if s not in due]
+        assert scheduler.expire(float(now)) == due
+        assert list(scheduler.waiting) == kept
+        if batch := scheduler.next_batch():
+            for row in (*batch.prefill, *batch.decode):
+                row.num_output_tokens += 1
+                row.finished = row.num_output_tokens >= row.max_output_tokens
+            scheduler.complete(batch)
+
+
+def test_a_deadline_that_passes_does_not_look_at_all_that_wait() -> None:
+    number = 500
+    scheduler = Scheduler(Schedule("orca", {"max_num_seqs": 1}), 100)
+    for n in range(number):
+        scheduler.add(Counted(request_id=str(n), num_prompt_tokens=8, max_output_tokens=1, deadline=float(-n % 7 + n)))
+    Counted.looks = 0
+    expired = [one for now in range(number + 7) for one in scheduler.expire(now + 0.5)]
+    assert len(expired) == number
     assert Counted.looks <= 5 * number

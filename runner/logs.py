@@ -31,6 +31,12 @@ def configure_child() -> None:
     _install(log_format, level)
 
 
+def configure_worker() -> None:
+    """Configures a worker as the server that it belongs to, or not at all without one, as in `exeplan bench`."""
+    if _ENVIRONMENT in os.environ:
+        configure_child()
+
+
 def _install(log_format: str, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else Text())

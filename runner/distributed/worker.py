@@ -30,6 +30,7 @@ from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import ReferencePass
 from exeplan.errors import InputError
 from exeplan.kernels import native
+from exeplan.runner import logs
 from exeplan.runner.compute.blocks.encoder import num_encoder_tokens
 from exeplan.runner.compute.device import local_device
 from exeplan.runner.compute.gpu_memory import measure_kv_budget
@@ -84,6 +85,7 @@ _LOADING_PAUSE = 0.2
 def main(connection: socket.socket) -> NoReturn:
     """Runs until the engine is gone or something fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's interrupt is handled by the engine.
+    logs.configure_worker()
     commands, reports = Commands(), Reports(connection)
     threading.Thread(target=_read, args=(connection, commands, reports), daemon=True).start()
     try:

@@ -74,7 +74,8 @@ class KVCache:
         width = spec.latent.kept if spec.latent else spec.head_dim
         shape = (shard.num_layers, spec.num_kv_tables, self.num_kv_heads * self.num_slots, width)
         name, size = f"a KV cache of {self.num_slots:,} tokens", show_bytes(math.prod(shape) * dtype.itemsize)
-        if num_blocks and device.type == "cpu":  # Whose pages are all written: a large cache takes a while.
+        # A CPU's pages are all written: a large cache takes a while. Stages that only prefill have one block.
+        if num_blocks > 1 and device.type == "cpu" and shard.group.rank == 0:
             log.info("allocating %s, %s", name, size)
         try:
             self._tables = torch.empty(shape, dtype=dtype, device=device)

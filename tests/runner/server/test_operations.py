@@ -10,7 +10,7 @@ import time
 import pytest
 
 from ..processes import PATIENCE, eventually
-from .conftest import is_idle
+from .conftest import ONE_DEVICE, ORCA, TWO_STAGES, is_idle
 from .test_bad_input import receive, send
 from .test_lifecycle import streaming
 
@@ -63,6 +63,24 @@ def test_every_line_is_one_object_with_time_and_level(logged):
     assert first.startswith("listening at http://127.0.0.1:")
     assert cache.startswith("allocating a KV cache of ")
     assert then.startswith("serving tiny with rra(")
+
+
+@pytest.mark.parametrize(
+    ("placement", "more", "number"),
+    [
+        (TWO_STAGES, {}, 2),
+        (ONE_DEVICE, {"replicas": (0, 1)}, 2),
+        ("[{layers: [0, 2], devices: [0, 1]}]", {}, 1),
+    ],
+    ids=["stages", "replicas", "ranks"],
+)
+def test_every_stage_and_replica_logs_its_kv_cache(launch, tmp_path, placement, more, number):
+    """As a plan on one device does; of the ranks of a stage the first one."""
+    with launch(ORCA, placement, log=tmp_path / "log", log_format="json", **more) as server:
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(PATIENCE)
+    messages = [record["message"] for record in records(tmp_path / "log")]
+    assert len([one for one in messages if one.startswith("allocating a KV cache of ")]) == number, messages
 
 
 def test_an_answer_is_logged_with_its_counts(logged):

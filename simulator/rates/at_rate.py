@@ -44,6 +44,7 @@ from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.bounds import Bound, is_deadline, share_of_requests, targets_of
 from exeplan.core.runs.request_times import RequestTimes, quantile
 from exeplan.core.schedule import Estimate
+from exeplan.errors import Infeasible
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Served
 from exeplan.simulator.closed_form import KV_SIGMAS, SteadyState, deadline_factors, estimate, weighted_quantile
@@ -117,7 +118,8 @@ def estimate_at_rate(
     """The Estimate of a schedule under arrivals; `points` are its steady states with rising batches, the last one full.
 
     Its throughput must exceed the rate. Percentiles, attainment and goodput are those of `bounds`; KV cache and memory
-    are what the requests of this rate hold.
+    are what the requests of this rate hold. Raises Infeasible where the waits would grow without end even so: behind
+    partly filled batches a gate may sustain a little less than full ones serve.
     """
     full = points[-1]
     if full.steady.served is not None:
@@ -345,7 +347,10 @@ def _through_gate(
     shares = _held(points, cost, slowest=apart)
     spread = np.stack([np.interp(each, sizes, row) for row in shares.T], axis=1)
     held = np.maximum(held, 1e-3 * held[-1])
-    found = gate(arrivals.rate, held[:, None] * spread, variability=arrivals.variability / arrivals.sharing)
+    try:
+        found = gate(arrivals.rate, held[:, None] * spread, variability=arrivals.variability / arrivals.sharing)
+    except Infeasible as error:
+        raise Infeasible(f"{points[-1].schedule}: {error}") from None
     if apart:
         points = _behind_others(points, held[:, None] * spread, found, arrivals, cost)
     else:

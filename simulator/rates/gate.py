@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exeplan.arrays import Floats
+from exeplan.errors import Infeasible
 from exeplan.simulator.rates.poisson import poisson_quantiles
 
 _LEVELS = 200
@@ -32,7 +33,7 @@ _TAIL, _PARTS = 18.0, 6
 _UNSEEN = 1e-7
 """Chance of states that are left out of what requests meet."""
 _MOST_LOAD = 1 - 1e-6
-"""Of the capacity; a higher one counts as this, as a queue without end has no stationary law."""
+"""Of the capacity; from there on the queue has no stationary law that numbers would tell."""
 _NEWTON = 12
 """Iterations for the root of the tail."""
 _MOMENTS = 6
@@ -65,11 +66,12 @@ def gate(rate: float, seconds: Floats, *, variability: float = 1.0) -> Gate:
     rows do.
 
     `variability` is the squared coefficient of variation of the gaps between arrivals. The rate has to be below the
-    number of rows over the mean of the last one.
+    capacity: the number of rows over the mean of the last one. Raises Infeasible where it is not, as waits would grow
+    without end.
     """
     most, full = len(seconds), rate * float(seconds[-1].mean())
-    if full > (most_load := _MOST_LOAD * most):
-        seconds, full = seconds * (most_load / full), most_load
+    if full > _MOST_LOAD * most:
+        raise Infeasible(f"{rate * most / full:.6g} requests/s are sustained, {rate:.6g} come")
     variance = full * variability + rate**2 * float(seconds[-1].var())
     beyond = _RARE * min(variance / (2 * (most - full)), 1 + np.sqrt(variance))
     steps = min(most, max(_FEWEST_LEVELS, int(_LEVELS * most / max(most, beyond, _LEVELS))))

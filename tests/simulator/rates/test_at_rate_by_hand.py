@@ -5,6 +5,7 @@ import pytest
 
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Estimate, Schedule
+from exeplan.errors import Infeasible
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.rates.at_rate import _spread_out, estimate_at_rate
@@ -70,6 +71,13 @@ def test_behind_a_gate_for_one_it_is_that_of_unequal_lengths(load: float, cost: 
     queue = load / float(weights @ seconds) * float(weights @ seconds**2) / (2 * (1 - load))
     found = estimate_at_rate([steady], Arrivals(rate=load * steady.throughput), cost, "p99-length")
     assert found.ttft == pytest.approx(queue + steady.ttft, rel=0.01)
+
+
+def test_a_rate_that_a_gate_does_not_sustain_is_refused_and_no_wait_is_told(cost: CostModel) -> None:
+    steady = steady_state(Schedule("static", {"batch_size": 4}), UNEQUAL, cost)
+    assert estimate_at_rate([steady], Arrivals(rate=0.99 * steady.throughput), cost, "p99-length").ttft < 10_000
+    with pytest.raises(Infeasible, match=r"static\(batch_size=4\): .* requests/s are sustained, .* come"):
+        estimate_at_rate([steady], Arrivals(rate=1.01 * steady.throughput), cost, "p99-length")
 
 
 @pytest.mark.parametrize("variance", [1e-4, 0.3, 2.0, 11.0])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from exeplan.errors import Infeasible
 from exeplan.simulator.rates.gate import Gate, _arrivals, gate
 
 LOADS = (0.5, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999, 0.99999)
@@ -124,8 +125,7 @@ def test_even_arrivals_wait_less_and_bursts_longer() -> None:
     assert waits[2] > 1.5 * waits[1]
 
 
-def test_at_the_capacity_and_above_the_wait_is_that_just_below() -> None:
-    below, at, above = (gate(rate, np.ones((1, 2))).wait for rate in (1 - 1e-6, 1.0, 1.1))
-    assert below > 1000
-    assert at == pytest.approx(below, rel=0.01)
-    assert above == pytest.approx(below, rel=0.2)
+@pytest.mark.parametrize("rate", [1.0, 1.1, 50.0])
+def test_at_the_capacity_and_above_the_queue_grows_without_end(rate: float) -> None:
+    with pytest.raises(Infeasible, match=f"^1 requests/s are sustained, {rate:.6g} come$"):
+        gate(rate, np.ones((1, 2)))

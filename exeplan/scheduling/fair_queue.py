@@ -16,11 +16,15 @@ Not here: limits of what a client may queue (`runner/server/network/clients.py`)
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import cast
 
 from exeplan.core.batch import SequenceState
+from exeplan.scheduling.sorted_queue import SortedQueue
 
 PROMPT_TOKEN, OUTPUT_TOKEN = 1.0, 2.0
 LINGER_SECONDS = 60.0
@@ -36,6 +40,50 @@ class ClientSequence(SequenceState):
     client: str = ""
     client_weight: float = 1.0
     """The client's share of the engine, relative to others."""
+
+
+class ClientLines(SortedQueue):
+    """Follows one queue of `ClientSequence`s: the line of each client, in the order of the queue."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self._numbers: dict[str, int] = {}
+        """Of the clients that were seen, which sort their lines."""
+        self._sizes = Counter[str]()
+
+    def sizes(self, queue: deque[SequenceState]) -> Counter[str]:
+        """How many sequences of each client wait."""
+        self._follow(queue)
+        return self._sizes
+
+    def lines(self, queue: deque[SequenceState]) -> dict[str, Iterator[tuple[int, ClientSequence]]]:
+        """Places and sequences of each client with any. The queue may not change while they are read."""
+        self._follow(queue)
+        return {name: self._line(self._numbers[name], size) for name, size in self._sizes.items()}
+
+    def _line(self, number: int, size: int) -> Iterator[tuple[int, ClientSequence]]:
+        first = bisect_left(self._entries, number, key=itemgetter(1))
+        for index in range(first, first + size):
+            _, _, place, sequence = self._entries[index]
+            yield place, cast(ClientSequence, sequence)
+
+    def forget(self, sequence: SequenceState) -> None:
+        if id(sequence) in self._known:
+            client = cast(ClientSequence, sequence).client
+            self._sizes[client] -= 1
+            if not self._sizes[client]:
+                del self._sizes[client]
+        super().forget(sequence)
+
+    def _start(self, queue: deque[SequenceState]) -> None:
+        super()._start(queue)
+        self._sizes.clear()
+        self._numbers.clear()
+
+    def _entry(self, sequence: SequenceState, place: int) -> tuple[bool, float, int, SequenceState]:
+        client = cast(ClientSequence, sequence).client
+        self._sizes[client] += 1
+        return (True, self._numbers.setdefault(client, len(self._numbers)), place, sequence)
 
 
 @dataclass(slots=True)
@@ -71,8 +119,8 @@ class VirtualTokenCounters:
         """Tokens over weight, 0 for an unknown client."""
         return self._clients[client].served if client in self._clients else 0.0
 
-    def join(self, sequence: ClientSequence, present: Iterable[ClientSequence]) -> None:
-        """A new sequence; `present` are those that wait or run, of all clients.
+    def join(self, sequence: ClientSequence, present: Iterable[str]) -> None:
+        """A new sequence; `present` are the clients of those that wait or run.
 
         One without a client, as of a warm-up, is of no further interest.
         """
@@ -82,7 +130,7 @@ class VirtualTokenCounters:
         known.weight, known.seen = sequence.client_weight, None
         self._total_weight = None
         if self.is_shared:
-            self._note_lowest({one.client for one in present})
+            self._note_lowest(present)
         known.served = max(known.served, self._lowest)  # Of those that are present, none is below that.
 
     def charge(self, sequence: ClientSequence, tokens: float) -> None:
@@ -90,9 +138,9 @@ class VirtualTokenCounters:
         if self.is_shared and (known := self._clients.get(sequence.client)):
             known.served += tokens / known.weight
 
-    def look(self, present: Iterable[ClientSequence], now: float) -> None:
+    def look(self, present: Iterable[str], now: float) -> None:
         """Notes which clients are present, and forgets those that were not for `LINGER_SECONDS`."""
-        names = {one.client for one in present}
+        names = set(present)
         self._note_lowest(names)
         for name in names:
             if client := self._clients.get(name):
@@ -118,26 +166,24 @@ class VirtualTokenCounters:
     def _weight(self, client: str) -> float:
         return self._clients[client].weight if client in self._clients else 1.0
 
-    def order(self, waiting: Iterable[ClientSequence], running: Iterable[ClientSequence]) -> Iterator[ClientSequence]:
-        """The waiting sequences as they may start, each client's in the order given.
+    def order(
+        self, waiting: Mapping[str, Iterator[tuple[int, ClientSequence]]], running: Iterable[ClientSequence]
+    ) -> Iterator[ClientSequence]:
+        """The waiting sequences as they may start, from the line of each client that has any.
 
         The prompts of those ahead count as if admitted. Of equal counters the client with fewer running sequences, over
-        its weight, goes first, then the one whose sequence was given first.
+        its weight, goes first, then the one whose sequence came first.
         """
-        lines: dict[str, deque[tuple[int, ClientSequence]]] = {}
-        for place, sequence in enumerate(waiting):
-            lines.setdefault(sequence.client, deque()).append((place, sequence))
-        num_running = dict.fromkeys(lines, 0.0)
+        num_running = dict.fromkeys(waiting, 0.0)
         for sequence in running:
             if sequence.client in num_running:
                 num_running[sequence.client] += 1 / self._weight(sequence.client)
-        heads = [(self.served(name), num_running[name], line[0][0], name) for name, line in lines.items()]
+        heads = [(self.served(name), num_running[name], *next(line), name) for name, line in waiting.items()]
         heapq.heapify(heads)
         while heads:
-            served, ahead, _, name = heapq.heappop(heads)
-            sequence = lines[name].popleft()[1]
+            served, ahead, _, sequence, name = heapq.heappop(heads)
             yield sequence
-            if lines[name]:
+            if following := next(waiting[name], None):
                 weight = self._weight(name)
                 served += PROMPT_TOKEN * sequence.num_tokens / weight
-                heapq.heappush(heads, (served, ahead + 1 / weight, lines[name][0][0], name))
+                heapq.heappush(heads, (served, ahead + 1 / weight, *following, name))

@@ -26,8 +26,15 @@ from typing import cast
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.schedule import Schedule
 from exeplan.policies import pass_limits
-from exeplan.scheduling.fair_queue import OUTPUT_TOKEN, PROMPT_TOKEN, ClientSequence, VirtualTokenCounters
+from exeplan.scheduling.fair_queue import (
+    OUTPUT_TOKEN,
+    PROMPT_TOKEN,
+    ClientLines,
+    ClientSequence,
+    VirtualTokenCounters,
+)
 from exeplan.scheduling.scheduler import Scheduler, num_reserved_blocks
+from exeplan.scheduling.sorted_queue import SortedQueue, take_out_of_all
 
 STRETCH = 1.5
 """How much longer a light client's tokens may take than in passes of its own."""
@@ -69,6 +76,8 @@ class FairScheduler(Scheduler):
             pass_tokens=pass_tokens,
         )
         self._counters, self._clock = counters, clock
+        self._lines: ClientLines | None = None
+        """Of the waiting sequences, as soon as there are several clients; None while the policy sees some of them."""
         limits = pass_limits(schedule)
         self._num_places = limits.decode_rows
         policy = self.policy
@@ -98,14 +107,14 @@ class FairScheduler(Scheduler):
             return batch
         if not self.waiting:
             return super().next_batch(phase)
-        everything, by_deadline = self.waiting, self._by_deadline
-        order = self._counters.order(_of_clients(everything), _of_clients(self.running))
+        everything, lines, by_deadline = self.waiting, self._client_lines(), self._by_deadline
+        order = self._counters.order(lines.lines(everything), _of_clients(self.running))
         offered = tuple(islice(order, self._num_offered))
-        self.waiting, self._by_deadline = deque(offered), None
+        self.waiting, self._lines, self._by_deadline = deque(offered), None, None
         try:
             return super().next_batch(phase)
         finally:
-            self._by_deadline = by_deadline
+            self._lines, self._by_deadline = lines, by_deadline
             self._put_back(everything, offered)
 
     def took(self, batch: Batch, seconds: float) -> None:
@@ -149,7 +158,7 @@ class FairScheduler(Scheduler):
 
     def _light_clients(self) -> set[str]:
         """Those with at most a quarter of their share of all sequences, waiting ones included."""
-        sizes: Counter[str] = Counter(one.client for one in self._present())
+        sizes = self._client_lines().sizes(self.waiting) + Counter(one.client for one in _of_clients(self.running))
         return {name for name, size in sizes.items() if 4 * size <= self._counters.share(name) * sizes.total()}
 
     def fitting(
@@ -165,18 +174,25 @@ class FairScheduler(Scheduler):
                 self._counters.charge(row, OUTPUT_TOKEN)
         return super().complete(batch)
 
-    def _present(self) -> Iterator[ClientSequence]:
-        return _of_clients(chain(self.running, self.waiting))
+    def _present(self) -> Iterator[str]:
+        """Clients with sequences that wait or run, some of them more than once."""
+        yield from self._client_lines().sizes(self.waiting)
+        yield from (one.client for one in _of_clients(self.running))
+
+    def _client_lines(self) -> ClientLines:
+        if self._lines is None:
+            self._lines = ClientLines()
+        return self._lines
+
+    def _followers(self) -> list[SortedQueue]:
+        return [*super()._followers(), *([self._lines] if self._lines else [])]
 
     def _put_back(self, everything: deque[SequenceState], offered: tuple[ClientSequence, ...]) -> None:
         """What was not admitted waits on as it came; what was preempted meanwhile is in front."""
         known, left = {id(s) for s in offered}, {id(s) for s in self.waiting}
         preempted = [s for s in self.waiting if id(s) not in known]
-        admitted = {id(s): s for s in offered if id(s) not in left}
-        if self._by_deadline:
-            self._by_deadline.take_out(everything, admitted.values())
-        elif admitted:
-            everything = deque(s for s in everything if id(s) not in admitted)
+        followers = [one for one in (self._lines, self._by_deadline) if one]
+        take_out_of_all(followers, everything, [s for s in offered if id(s) not in left])
         everything.extendleft(reversed(preempted))
         self.waiting = everything
 

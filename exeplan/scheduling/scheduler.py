@@ -36,7 +36,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Policy, State
-from exeplan.scheduling.sorted_queue import SORTED_ORDERS, SortedQueue
+from exeplan.scheduling.sorted_queue import SORTED_ORDERS, SortedQueue, take_out_of_all
 
 
 class Scheduler:
@@ -148,13 +148,8 @@ class Scheduler:
         return expired
 
     def _leave_queue(self, sequences: Iterable[SequenceState]) -> None:
-        followed = [one for one in (self._by_deadline, self._sorted) if one]
-        if followed:
-            sequences = tuple(sequences)
-            followed[0].take_out(self.waiting, sequences)
-            for other in followed[1:]:
-                for sequence in sequences:
-                    other.forget(sequence)
+        if followers := self._followers():
+            take_out_of_all(followers, self.waiting, tuple(sequences))
             return
         gone = set()
         for sequence in sequences:
@@ -164,6 +159,10 @@ class Scheduler:
                 gone.add(id(sequence))
         if gone:
             self._drop_waiting(gone)
+
+    def _followers(self) -> list[SortedQueue]:
+        """What follows the queue."""
+        return [one for one in (self._by_deadline, self._sorted) if one]
 
     def _drop_waiting(self, gone: set[int]) -> None:
         self.waiting = deque(s for s in self.waiting if id(s) not in gone)

@@ -10,7 +10,7 @@ Not here: `das`, whose order depends on all that wait.
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 from operator import itemgetter
 
@@ -110,3 +110,13 @@ class SortedQueue:
         if not self._by_deadline:
             return (True, sequence.num_packed_tokens, place, sequence)
         return (True, math.inf if sequence.deadline is None else sequence.deadline, place, sequence)
+
+
+def take_out_of_all(
+    followers: Sequence[SortedQueue], queue: deque[SequenceState], sequences: Collection[SequenceState]
+) -> None:
+    """Takes sequences out of a queue that all of these follow."""
+    followers[0].take_out(queue, sequences)
+    for other in followers[1:]:
+        for sequence in sequences:
+            other.forget(sequence)

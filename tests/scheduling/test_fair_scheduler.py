@@ -1,15 +1,22 @@
 """Clients share an engine by their weights, whatever they send; a single one is served as without shares."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import BLOCK_SIZE, Batch
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
 from exeplan.core.schedule import Schedule
-from exeplan.scheduling.fair_queue import LINGER_SECONDS, OUTPUT_TOKEN, ClientSequence, VirtualTokenCounters
+from exeplan.scheduling.fair_queue import (
+    LINGER_SECONDS,
+    OUTPUT_TOKEN,
+    ClientLines,
+    ClientSequence,
+    VirtualTokenCounters,
+)
 from exeplan.scheduling.fair_scheduler import FairScheduler
 from exeplan.scheduling.scheduler import Scheduler
 from exeplan.scheduling.takeover import can_keep_blocks, take_over
@@ -295,3 +302,50 @@ def test_a_warm_up_is_no_client() -> None:
         scheduler.add(sequence(str(number), 1, 9, "only"))
     run(scheduler)
     assert len(scheduler.running) == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    moves=st.lists(
+        st.tuples(st.sampled_from(["come", "come", "come", "front", "leave", "unseen"]), st.integers(0, 99)),
+        max_size=60,
+    )
+)
+def test_lines_are_the_queue_by_client(moves: list[tuple[str, int]]) -> None:
+    """Whatever comes to either end, leaves, or leaves behind its back."""
+    lines, queue = ClientLines(), deque[SequenceState]()
+    for number, (move, chance) in enumerate(moves):
+        one = sequence(str(number), 1, 1, client="abc"[chance % 3])
+        if move == "come":
+            queue.append(one)
+        elif move == "front":
+            queue.appendleft(one)
+        elif queue and move == "leave":
+            lines.take_out(queue, [queue[chance % len(queue)]])
+        elif queue:
+            del queue[chance % len(queue)]
+        found = {name: list(line) for name, line in lines.lines(queue).items()}
+        order = sorted(pair for line in found.values() for pair in line)
+        assert [id(row) for _, row in order] == [id(row) for row in queue]
+        assert all(row.client == name for name, line in found.items() for _, row in line)
+        assert lines.sizes(queue) == Counter(name for name, line in found.items() for _ in line)
+
+
+class Counted(ClientSequence):
+    """A sequence that counts how often its client is looked at."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "client":
+            Counted.looks += 1
+        return super().__getattribute__(name)
+
+
+def test_neither_a_request_nor_a_pass_looks_at_all_that_wait() -> None:
+    number, scheduler = 1000, fair(Schedule("orca", {"max_num_seqs": 2}))
+    for n in range(number):
+        scheduler.add(Counted(request_id=str(n), num_prompt_tokens=4, max_output_tokens=2, client="abc"[n % 3]))
+    for _ in range(100):
+        run(scheduler)
+    assert Counted.looks < 20 * number

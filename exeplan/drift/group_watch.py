@@ -13,6 +13,7 @@ from dataclasses import replace
 from exeplan.core.plan import Plan, group_plans, with_group
 from exeplan.core.schedule import Estimate
 from exeplan.drift.length_monitor import LengthMonitor
+from exeplan.drift.served import served
 from exeplan.drift.state import DriftState, RequestLengths, Rules
 from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import Infeasible
@@ -119,9 +120,9 @@ class GroupWatch:
     def _estimate(self, plan: Plan) -> Estimate | None:
         """All replicas of a plan under the observed lengths; None where one of them cannot keep up."""
         found = []
-        for watch, group in zip(self._watches, plan.groups, strict=True):
+        for watch, own in zip(self._watches, group_plans(plan), strict=True):
             try:
-                found.append(watch.problem.at(group.placement).estimate(group.schedule))
+                found.append(served(watch.problem.at(own.placement), own))
             except Infeasible:
                 return None
         return together(found, [group.num_replicas for group in plan.groups])

@@ -1,7 +1,8 @@
 """Watch: whether the active plan is still the right one for the traffic, judged by its consequences.
 
-Every few seconds the active plan is re-simulated (closed form) on the law of recent requests. Another plan is searched
-for when, at two consecutive looks, the law differs from the one of the last decision by more than chance explains
+Every few seconds the active plan is re-simulated on the law of recent requests: in closed form, or by a replay where
+the engine's KV cache is too small for full batches of them (`served.py`). Another plan is searched for when, at two
+consecutive looks, the law differs from the one of the last decision by more than chance explains
 (`evidence.py`), or when that decision rested on a sample half as large as today's. It is proposed when
 
     bound     the observed law breaks it, another plan keeps it, and moving takes less time than the law may last
@@ -31,6 +32,7 @@ from exeplan.drift.best_plan import STEP, best_plan
 from exeplan.drift.evidence import Known, evidence
 from exeplan.drift.length_monitor import LengthMonitor, Observed
 from exeplan.drift.moving_cost import moving_seconds
+from exeplan.drift.served import cache_tokens, served
 from exeplan.drift.state import DriftState, RequestLengths, Rules
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.optimize import resolve_policies
@@ -113,6 +115,8 @@ class Watch:
         self._verdict = ""
         self.observed: Workload | None = None
         """The law at the last look."""
+        self.num_blocks: int | None = None
+        """KV blocks that the engine of each replica has; None where only the plan says."""
 
     @property
     def problem(self) -> Problem:
@@ -183,7 +187,7 @@ class Watch:
         asks = self._asks(observed, far, now)
         if asks or (predict and observed.size >= self.rules.least_requests):
             problem = self.problem
-            kept, share = _consequence(problem, self.plan)
+            kept, share = _consequence(problem, self.plan, self.num_blocks)
             proposal = self._search(observed, problem, kept, share, now) if asks else None
         state = DriftState(
             seconds=now,
@@ -243,7 +247,7 @@ class Watch:
         cost = moving_seconds(problem, self.plan, found)
         lasts = max(now - observed.since, self.rules.dwell)
         real = None if share is None else share * slowdown
-        if found.schedule == self.plan.schedule and found.placement == self.plan.placement:
+        if self._is_active(found, problem):
             reason, self._verdict = "", self._unkept(problem) or "the active plan is the best there is"
         elif self._missed:
             reason = self._lower_latency(problem, real, _share(problem, new) * slowdown, cost=cost, lasts=lasts)
@@ -265,6 +269,12 @@ class Watch:
             basis=self._basis,
             missed=self._missed,
         )
+
+    def _is_active(self, found: Plan, problem: Problem) -> bool:
+        """Whether it is the active plan, with no larger KV cache than the engine has."""
+        if (found.schedule, found.placement) != (self.plan.schedule, self.plan.placement):
+            return False
+        return (found.kv_cache_tokens or 0) <= cache_tokens(problem, self.plan, self.num_blocks)
 
     def _unkept(self, problem: Problem) -> str:
         """That no plan keeps the bounds, and the tightest ones that a plan keeps; empty where one keeps them."""
@@ -343,11 +353,11 @@ def _policies(problem: Problem, plan: Plan) -> tuple[str, ...]:
     return (*own, *resolve_policies("auto", problem.cluster, deadlines=problem.workload.deadlines is not None))
 
 
-def _consequence(problem: Problem, plan: Plan) -> tuple[Estimate | None, float | None]:
+def _consequence(problem: Problem, plan: Plan, num_blocks: int | None = None) -> tuple[Estimate | None, float | None]:
     """The estimate of all the plan's replicas, which are equal, and the utilization of its binding bound; None where
-    they cannot sustain the rate."""
+    they cannot sustain the rate. `num_blocks` as of `cache_tokens`."""
     try:
-        kept = together([problem.estimate(plan.schedule)], [plan.num_replicas])
+        kept = together([served(problem, plan, num_blocks)], [plan.num_replicas])
     except Infeasible:
         return None, None
     return kept, _share(problem, kept)

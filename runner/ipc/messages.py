@@ -786,6 +786,8 @@ class Look(Message, frozen=True):
     running: Sequence[RequestLengths]
     vetoed: bool
     """The last proposal was vetoed."""
+    num_blocks: int | None = None
+    """KV blocks that the engine of each replica has; None where they are not the same of all."""
 
 
 class PlanAdopted(Message, frozen=True):

@@ -84,6 +84,8 @@ class Advisor:
         watch = self._watch
         if look.vetoed:
             watch.vetoed(now=look.now)
+        if isinstance(watch, Watch):
+            watch.num_blocks = look.num_blocks
         watch.note(look.left, look.running)
         state, proposal = watch.look(look.now)
         planned, observed = lengths_of(watch.planned, watch.observed)

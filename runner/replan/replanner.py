@@ -290,7 +290,8 @@ class Replanner:
             self._advisor = await self._start_advisor()
         active, left = self.state.plan, list(self._left)
         self._left.clear()
-        look = Look(now=self._now, left=left, running=stats.running, vetoed=self._vetoed)
+        blocks = None if active.more_replicas else self._engine.num_blocks
+        look = Look(now=self._now, left=left, running=stats.running, vetoed=self._vetoed, num_blocks=blocks)
         self._vetoed = False
         try:
             reply = await self._advisor.ask(look)

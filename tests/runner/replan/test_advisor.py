@@ -123,3 +123,16 @@ def test_a_plan_with_another_number_of_groups_is_watched_as_well(plan):
     for other in (unequal, two):
         assert advisor.take(PlanAdopted(now=1.0, plan=as_json(other))) == AdvisorReady()
         assert look(advisor, 2, outputs=90).planned.outputs.mean == 90
+
+
+def test_it_predicts_with_the_blocks_that_the_engine_has(plan):
+    wide = replace(plan, schedule=Schedule("orca", {"max_num_seqs": 32}))
+    advisor = Advisor(WatchPlan(plan=as_json(wide), rules=RULES, file=None))
+    left = [RequestLengths(i / 1000, 40, 90, True) for i in range(800)]
+    rates = []
+    for now, blocks in ((1.0, None), (2.0, 40)):
+        looked = advisor.take(Look(now=now, left=left, running=[], vetoed=False, num_blocks=blocks))
+        assert isinstance(looked, Looked)
+        assert looked.state.predicted
+        rates.append(looked.state.predicted.throughput)
+    assert rates[1] < 0.95 * rates[0]

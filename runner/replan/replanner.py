@@ -86,6 +86,8 @@ class Replanner:
         self.rules, self._file, self._model = rules or Rules(), file, model
         self._on_adopted, self.on_event = on_adopted, on_event
         self._advisor: AdvisorProcess | None = None
+        self._untold: Plan | None = None
+        """Adopted while the advisor was not there to be told."""
         self._left: deque[RequestLengths] = deque(maxlen=_MOST_KEPT)
         self._adopting = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
@@ -174,6 +176,7 @@ class Replanner:
     async def _tell_adopted(self, plan: Plan | int) -> None:
         """Has the advisor watch another plan: its proposal of this number, or this one, whose files may be missing."""
         if self._advisor is None:
+            self._untold = self.state.plan if isinstance(plan, int) else plan
             if self._watching is None or self._watching.done():
                 self.start()
             return
@@ -277,7 +280,8 @@ class Replanner:
             except (EngineError, InputError, OSError) as error:
                 log.warning("drift was not checked: %s", error)
                 self._set(error=str(error))
-                if self._engine.failure or isinstance(error, InputError):  # The next look would fail in the same way.
+                alike = isinstance(error, InputError) and self._untold is None
+                if self._engine.failure or alike:  # The next look would fail in the same way.
                     return
 
     async def _look(self) -> None:
@@ -288,6 +292,10 @@ class Replanner:
             if len(self._left) < self.rules.least_requests:
                 return
             self._advisor = await self._start_advisor()
+            if self._untold:  # It begins with the plan that was active when its start began.
+                await self._tell_adopted(self._untold)
+            if self._advisor is None:
+                return
         active, left = self.state.plan, list(self._left)
         self._left.clear()
         blocks = None if active.more_replicas else self._engine.num_blocks
@@ -313,12 +321,13 @@ class Replanner:
             await self._take_proposal(looked.proposal)
 
     async def _start_advisor(self) -> "AdvisorProcess":
-        advisor = await AdvisorProcess.start()
         request = WatchPlan(
             plan=as_json(self.state.plan),
             rules=self.rules,
             file=str(self._file) if self._file else None,
         )
+        self._untold = None
+        advisor = await AdvisorProcess.start()
         reply = await advisor.ask(request)
         if isinstance(reply, AdvisorRefused):
             await advisor.close()

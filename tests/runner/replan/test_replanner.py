@@ -22,7 +22,15 @@ from exeplan.planner.load_problem import load_plan, read_plan
 from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
-from exeplan.runner.ipc.messages import AdvisorReply, AdvisorRequest, EngineSetup, Looked, Prompt, Sampling
+from exeplan.runner.ipc.messages import (
+    AdvisorReply,
+    AdvisorRequest,
+    EngineSetup,
+    Looked,
+    Prompt,
+    Sampling,
+    WatchPlan,
+)
 from exeplan.runner.replan.advisor_process import AdvisorProcess
 from exeplan.runner.replan.replanner import Replanner
 
@@ -234,6 +242,24 @@ def test_a_plan_is_adopted_though_the_advisor_has_ended(plan):
         assert replanner._advisor is None
 
     serving(plan, wait, mode="off")
+
+
+def test_a_plan_that_is_adopted_while_the_advisor_starts_is_the_one_that_it_watches(plan, monkeypatch):
+    first = replace(plan, workload="fixed:in=40;out=70")
+    other, ask = replace(first, workload=plan.workload), AdvisorProcess.ask
+
+    async def wait(client: EngineClient, replanner: Replanner) -> None:
+        async def adopt_meanwhile(advisor: AdvisorProcess, request: AdvisorRequest) -> AdvisorReply:
+            if isinstance(request, WatchPlan):
+                await replanner.adopt(other, source="request")
+            return await ask(advisor, request)
+
+        monkeypatch.setattr(AdvisorProcess, "ask", adopt_meanwhile)
+        await until(lambda: replanner.state.planned)
+        assert replanner.state.plan == other
+        assert replanner.state.planned.outputs.mean == 90
+
+    serving(first, wait, pause=0.2, mode="advise")
 
 
 def test_a_plan_without_profile_or_workload_is_not_watched(plan):

@@ -14,7 +14,7 @@ there is no other. Moving costs the load of weights that a device lacks and the 
 values cannot stay (ExeGPT, ASPLOS 2024, Table 4).
 The new plan is made for a law whose tail is as heavy as the sample allows, so that chance does not make it look better
 than it is. Where requests took longer than predicted, both plans are judged with that slowdown; it alone does not start
-a search, because the traffic has not changed.
+a search, because the traffic has not changed. What more traffic than planned takes is no slowdown: the verdict says it.
 
 Pure: times are arguments. Not here: carrying a plan out (`runner/replan/replanner.py`), and traces (`trace.py`).
 """
@@ -44,6 +44,8 @@ from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.workload import Workload
 
 _SLOWDOWN_REQUESTS, _MOST_SLOWDOWN = 50, 1.5
+_CHANCE_SIGMAS = 3.0
+"""By which more requests must have come than planned, in deviations of a Poisson stream."""
 _LONGEST = 10
 """The longest tenth of the requests gives the slowdown."""
 
@@ -202,8 +204,12 @@ class Watch:
         return state, proposal
 
     def _said(self, observed: Observed, far: float) -> str:
-        """The verdict, and where the tail is not known that it is not."""
+        """The verdict, whether there is more traffic than planned, and where the tail is not known that it is not."""
         said = self._verdict or ("as planned" if far <= 1 else "the law has changed")
+        arrivals = None if self.plan.trace_arrivals else self._problem.arrivals
+        if arrivals and self._more_than_planned(self._last()):
+            rate = arrivals.rate * self.plan.num_replicas
+            said = f"{said}; more traffic comes than the {rate:.3g} requests/s planned for"
         least = self.rules.least_for_search
         if observed.size >= least or observed.known.size < least:
             return said
@@ -321,17 +327,38 @@ class Watch:
             return ""
         return f"another plan gains {100 * gain:+.1f} % in throughput under the observed lengths"
 
+    def _last(self, *, timed: bool = False) -> list[RequestLengths]:
+        """The last complete requests that started under the active plan; `timed`: of those whose time is known."""
+        since = math.inf if self._active_from is None else self._active_from
+        rows = [seen for seen in self.monitor.recent() if seen.complete and (seen.seconds > 0 or not timed)]
+        return [seen for seen in rows if seen.start >= since][-4 * _SLOWDOWN_REQUESTS :]
+
+    def _more_than_planned(self, rows: Sequence[RequestLengths]) -> float | None:
+        """Requests/s of one replica that started together with these, where they are more than planned by more than
+        chance explains."""
+        planned = self._problem.arrivals
+        if planned is None or len(rows) < _SLOWDOWN_REQUESTS:
+            return None
+        first, last = min(seen.start for seen in rows), max(seen.start for seen in rows)
+        count = self.monitor.num_started(first, last)
+        most = planned.rate * self.plan.num_replicas * (last - first)
+        if count - _CHANCE_SIGMAS * math.sqrt(count) <= most:
+            return None
+        return planned.rate * count / most
+
     def _slowdown(self, problem: Problem, kept: Estimate | None) -> float:
         """Time of the longest requests from their start over the plan's prediction for them; at least 1.
 
-        At a rate they are predicted the pace of its batches, by `kept`, and the prefill of full ones. Summed, not by
-        ratios of single requests: their jitter hardly moves a percentile of the latency.
+        At a rate they are predicted the pace of its batches, by `kept`, and the prefill of full ones; where more came
+        than planned, the pace at that rate, as batches are fuller then. Summed, not by ratios of single requests: their
+        jitter hardly moves a percentile of the latency.
         """
-        since = math.inf if self._active_from is None else self._active_from
-        rows = [seen for seen in self.monitor.recent() if seen.complete and seen.seconds > 0]
-        rows = [seen for seen in rows if seen.start >= since][-4 * _SLOWDOWN_REQUESTS :]
+        rows = self._last(timed=True)
         if len(rows) < _SLOWDOWN_REQUESTS:
             return 1.0
+        if problem.arrivals and (rate := self._more_than_planned(rows)):
+            faster = replace(problem, arrivals=replace(problem.arrivals, rate=rate))
+            kept, _ = _consequence(faster, self.plan, self.num_blocks)  # None: batches are full.
         steady = steady_state(self.plan.schedule, problem.workload, problem.cost)
         pace = kept.tpot / steady.tpot if kept and steady.tpot else 1.0
         times = steady.latency(np.array([float(seen.output_tokens) for seen in rows]))

@@ -348,6 +348,27 @@ def test_at_a_rate_times_are_compared_with_those_of_its_batches(plan, problem):
     assert 1.4 * kept.tpot < full.tpot
 
 
+@pytest.mark.parametrize("load", [0.5, 0.9, 1.3])
+@pytest.mark.parametrize("slow", [1.0, 1.3])
+def test_more_traffic_than_planned_is_said_and_is_no_slowdown(plan, problem, load, slow):
+    """Requests as a replay at this share of the capacity has them, on the planned device and on a slower one."""
+    schedule = Schedule("orca", {"max_num_seqs": 16})
+    capacity = steady_state(schedule, problem.workload, problem.cost).throughput
+    here = replace(problem, arrivals=Arrivals(rate=0.5 * capacity))
+    offered = replace(problem, arrivals=Arrivals(rate=load * capacity))
+    run, _ = replay_estimate(offered, schedule, seed=1, num_requests=1500)
+    rows = [
+        (slow * one.start, one.input_tokens, one.output_tokens, one.token_times[-1] - one.start) for one in run.requests
+    ]
+    watch = Watch(replace(plan, schedule=schedule, arrival_rate=here.arrivals.rate), here, policies=("orca",))
+    watch.note([RequestLengths(start, i, o, True, slow * took) for start, i, o, took in rows], [])
+    state, _ = watch.look(slow * max(start for start, *_ in rows))
+    found = watch._slowdown(here, state.predicted)
+    assert found < 1.1 if slow == 1.0 else found > 1.25
+    words = f"more traffic comes than the {here.arrivals.rate:.3g} requests/s planned for"
+    assert (words in state.verdict) == (load > 0.5)
+
+
 def test_what_began_before_the_look_that_follows_a_replan_tells_nothing_of_the_new_plan(plan, problem):
     """The adoption is told with the time of the look before the search and the switch."""
     watch = Watch(plan, problem, rules=Rules(every=4.0), policies=POLICIES)

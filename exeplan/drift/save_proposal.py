@@ -2,9 +2,10 @@
 
 The plan names that file as its workload, so that `exeplan simulate` and `exeplan diff` work on it as on any other. The
 trace is as long as the sample that the lengths are known from, and its file has a name of its own, `NEXT-lengths-` and
-the lengths' fingerprint: those of an earlier plan stay as they are.
+the lengths' fingerprint: those of an earlier plan stay as they are until `remove_lengths` is told that it is of no use.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from exeplan.workload.workload import Trace, Workload
 
 _MOST_ROWS = 4000
 """Requests that represent an observed law."""
+_LARGEST_PLAN = 1 << 18
+"""Bytes of a file that may be a plan."""
 
 
 def save_proposal(proposal: Proposal, path: Path) -> Plan:
@@ -28,3 +31,37 @@ def save_proposal(proposal: Proposal, path: Path) -> Plan:
     named = replace(proposal.plan, workload=str(lengths), workload_fingerprint=found, fit_context=False)
     save_plan(with_relative_references(named, path), path)
     return named
+
+
+def remove_lengths(replaced: Sequence[Plan], kept: Iterable[Plan], path: Path) -> list[Plan]:
+    """Removes the lengths of plans that were saved at `path`, replaced there, and will not be adopted.
+
+    What one of the `kept` plans names stays, and so does what a file in that folder names, such as a copy of the plan.
+    Returns the plans whose lengths are still there.
+    """
+    named = {_file(plan) for plan in kept}
+    if written := {file for plan in replaced if (file := _file(plan)) not in named and file}:
+        files = [file for file in path.resolve().parent.iterdir() if file.is_file() and file.suffix != ".csv"]
+        texts = [_text(file) for file in files]
+        for lengths in written:
+            fingerprint = lengths.name.rpartition("-")[2]  # However a plan writes the name before it.
+            if not any(fingerprint in text for text in texts):
+                lengths.unlink(missing_ok=True)
+    return [plan for plan in replaced if (file := _file(plan)) and file.exists()]
+
+
+def same_lengths(plan: Plan, other: Plan) -> bool:
+    """Whether both name the same file."""
+    return _file(plan) == _file(other)
+
+
+def _file(plan: Plan) -> Path | None:
+    return Path(plan.workload).resolve() if plan.workload else None
+
+
+def _text(file: Path) -> str:
+    """Of a file that may be a plan; empty for others."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace") if file.stat().st_size <= _LARGEST_PLAN else ""
+    except OSError:
+        return ""

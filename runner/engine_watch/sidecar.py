@@ -20,7 +20,7 @@ from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan, save_plan
 from exeplan.drift.group_watch import GroupWatch
 from exeplan.drift.length_draws import LengthDraws
-from exeplan.drift.save_proposal import save_proposal
+from exeplan.drift.save_proposal import remove_lengths, save_proposal
 from exeplan.drift.state import DriftState, Rules
 from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import InputError
@@ -91,6 +91,8 @@ class _Told:
 
     verdict: str = ""
     proposed: Plan | None = field(default=None)
+    saved: Sequence[Plan] = ()
+    """Plans that were written, while their lengths are there."""
 
 
 class Sidecar:
@@ -194,7 +196,8 @@ class Sidecar:
             yield from self._put(proposal, exported, now)
         else:
             self._watch.vetoed(now=now)
-            save_proposal(proposal, self.server.output)
+            saved = save_proposal(proposal, self.server.output)
+            self._told.saved = remove_lengths([*self._told.saved, saved], [saved, self.plan], self.server.output)
             yield f"wrote {self.server.output} and, to start the server with it, {self._write_command(exported)}"
         self._told.proposed = proposal.plan
 

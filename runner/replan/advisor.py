@@ -20,7 +20,7 @@ from exeplan.core.plan import Plan, as_json
 from exeplan.drift.devices_left import plan_for_left
 from exeplan.drift.group_watch import GroupWatch
 from exeplan.drift.histograms import lengths_of
-from exeplan.drift.save_proposal import save_proposal
+from exeplan.drift.save_proposal import remove_lengths, same_lengths, save_proposal
 from exeplan.drift.state import Rules
 from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import InputError
@@ -65,6 +65,8 @@ class Advisor:
         self._numbers = itertools.count(1)
         self._proposals: dict[int, Proposal] = {}
         """By number: what was last proposed in place of the active plan."""
+        self._saved: list[Plan] = []
+        """Proposals that were written and not adopted, while their lengths are there."""
 
     def take(self, request: WatchPlan | Look | PlanAdopted | GetFrontier) -> AdvisorReply:
         """Carries a request out. Raises InputError where it cannot."""
@@ -95,8 +97,10 @@ class Advisor:
     def _propose(self, proposal: Proposal) -> ProposedPlan:
         if self._file:
             proposal = replace(proposal, plan=save_proposal(proposal, self._file))
+            self._saved.append(proposal.plan)
         number = next(self._numbers)
         self._proposals = dict([*self._proposals.items(), (number, proposal)][-_KEPT:])
+        self._remove_lengths()
         return ProposedPlan(
             number=number,
             plan=as_json(proposal.plan),
@@ -116,7 +120,15 @@ class Advisor:
                 self._watch = _watch(plan, problems, self._rules)
             self._watch.adopted(plan, now=adopted.now, problems=problems)
         self._proposals.clear()
+        self._saved = [one for one in self._saved if not same_lengths(one, self._watch.plan)]
+        self._remove_lengths()
         return AdvisorReady()
+
+    def _remove_lengths(self) -> None:
+        """Of proposals that can no longer be adopted, by their number or by a plan's file."""
+        if self._file:
+            kept = [self._watch.plan, *(one.plan for one in self._proposals.values())]
+            self._saved = remove_lengths(self._saved, kept, self._file)
 
     def _frontier(self) -> FrontierRows:
         from exeplan.planner.choice.optimize import optimize, with_frontier

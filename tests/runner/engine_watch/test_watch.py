@@ -8,6 +8,7 @@ import time
 import urllib.request
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,6 +116,14 @@ def test_a_better_plan_is_written_with_its_command_once(make_plan):
     command = watch.server.output.with_suffix(".sh").read_text()
     assert f"--max-num-seqs {proposed.schedule['max_num_seqs']}" in command
     assert main(["simulate", str(watch.server.output)]) == 0
+
+
+def test_lengths_of_a_plan_that_was_written_and_replaced_are_removed(make_plan):
+    watch = sidecar(make_plan("chunked"), plug_in=False)
+    traffic = [*requests(1600, 1, scale=2.0), *requests(1600, 2, scale=0.5)]
+    assert remarks(play(watch, Engine(), traffic)).count("wrote ") > 1
+    (lengths,) = watch.server.output.parent.glob("next-lengths-*.csv")
+    assert Path(read_plan(watch.server.output).workload).resolve() == lengths.resolve()
 
 
 def test_the_plug_in_gets_its_new_cadence_in_the_file_that_it_reads(make_plan):

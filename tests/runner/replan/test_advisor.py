@@ -16,6 +16,7 @@ from exeplan.core.plan import Plan, as_json
 from exeplan.core.profile import Profile, save_profile
 from exeplan.core.schedule import ReplicaGroup, Schedule, single_stage
 from exeplan.drift.state import RequestLengths, Rules
+from exeplan.planner.load_problem import load_plan
 from exeplan.runner.ipc.frames import frame
 from exeplan.runner.ipc.messages import AdvisorReady, GetFrontier, Look, Looked, PlanAdopted, ProposedPlan, WatchPlan
 from exeplan.runner.replan import advisor_process
@@ -113,6 +114,26 @@ def test_it_watches_the_plan_that_was_adopted_though_it_proposed_another_one_lat
     assert first.plan["schedule"] != later.plan["schedule"]
     assert advisor.take(PlanAdopted(now=130.0, plan=first.number)) == AdvisorReady()
     assert look(advisor, 131, outputs=40).planned.outputs.mean == pytest.approx(5, abs=1)
+
+
+def test_lengths_of_proposals_that_were_not_adopted_are_removed(plan, tmp_path):
+    file = tmp_path / "next.yaml"
+    advisor = Advisor(WatchPlan(plan=as_json(plan), rules=RULES, file=str(file)))
+    first, second, third = (
+        proposed(advisor, 100 * number, outputs=outputs) for number, outputs in enumerate((5, 40, 15))
+    )
+
+    def there() -> list[bool]:
+        return [Path(one.plan["workload"]).exists() for one in (first, second, third)]
+
+    assert there() == [True, True, True]  # Each may yet be adopted by its number.
+    assert advisor.take(PlanAdopted(now=330.0, plan=first.number)) == AdvisorReady()
+    assert there() == [True, False, True]
+    assert load_plan(file).workload in third.plan["workload"]
+    fourth = proposed(advisor, 400, outputs=40)
+    assert advisor.take(PlanAdopted(now=430.0, plan=fourth.number)) == AdvisorReady()
+    assert there() == [True, Path(fourth.plan["workload"]) == Path(second.plan["workload"]), False]
+    assert Path(fourth.plan["workload"]).exists()
 
 
 def test_a_plan_with_another_number_of_groups_is_watched_as_well(plan):

@@ -1,10 +1,10 @@
 """Calibration: what the engine takes over the sum of its parts, when it really runs.
 
-Parts are medians of undisturbed passes of one kind. A run also has slow passes and mixes kinds: a prefill evicts the
-decode rows' keys and values from the cache. Short bursts of real load between the measuring rounds give the mean ratio:
-one factor for all predictions. Where bursts over few slots and over many show that it is not the same for short and
-long passes, every pass has seconds of its own beside it, and prefills a factor of their own where the bursts show that.
-A burst ends when half of its slots are empty, as those of a plan seldom are.
+Parts are medians of passes of one kind. A run also has slow passes and mixes kinds: a prefill evicts the decode rows'
+keys and values from the cache. Short bursts of real load between the measuring rounds give the mean ratio: one factor
+for all predictions. Where bursts over few slots and over many show that it is not the same for short and long passes,
+every pass has seconds of its own beside it, and prefills a factor of their own where the bursts show that. A burst ends
+when half of its slots are empty, as those of a plan seldom are.
 
 Batches that keep their rows until all are done run faster than those that requests join and leave: rows lie in an empty
 cache in their order, products have one shape, and the host has nothing to do for finished ones. Bursts of such batches
@@ -34,10 +34,9 @@ LATER_REQUESTS = 16
 """Requests that join when others have left."""
 _LONGEST_PROMPT, _LONGEST_OUTPUT = 192, 128
 _WARM_STEPS = 12
-_MAX_WALL_OVER_CPU = 1.05
 _LEAST_BURSTS, _SURE = 3, 2.5
 """Bursts, and standard errors, below which prefills have no factor of their own."""
-_SURE_OF_PASSES = 1.5
+_SURE_OF_PASSES = 2.0
 """Standard errors for the seconds of a pass, which are never below zero."""
 _APART = 1.5
 """Times that the longest passes must be as long as the shortest to tell what every pass takes."""
@@ -70,7 +69,7 @@ def burst(
 
     No request has more than `longest` tokens; where few short ones fit the cache, no pass may be left. With
     `keeps_rows` one batch, its finished rows kept until all are done. Calls `between` before each step. On a CPU with
-    one thread a step that was disturbed by other processes counts with its CPU time.
+    one thread steps count with their CPU time.
     """
     steps: list[BurstStep] = []
     schedule = Schedule("static", {"batch_size": num_slots}) if keeps_rows else _joined_and_left(num_slots)
@@ -84,11 +83,11 @@ def burst(
             between()
             rig.probe.use_layers(rig.copies)
             began = time.perf_counter()
-            cpu, wall = time.thread_time(), time.perf_counter()
+            clock = time.thread_time if rig.alone else time.perf_counter
+            seconds = clock()
             engine.step()
-            wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-            disturbed = rig.checks_cpu and wall > _MAX_WALL_OVER_CPU * cpu
-            steps += [BurstStep(step, cpu if disturbed else wall, began) for step in engine.last_steps]
+            seconds = clock() - seconds
+            steps += [BurstStep(step, seconds, began) for step in engine.last_steps]
         for request in requests:
             engine.abort(request.request_id)
     return steps[_WARM_STEPS:]
@@ -231,15 +230,21 @@ def _blocks(passes: Floats) -> Floats:
 
 
 def _pass_seconds(bursts: Sequence[_BurstTimes]) -> float:
-    """By how much the ratio of passes that only decode rises with one over their seconds, where it surely does."""
+    """By how much the ratio of passes that only decode rises with one over their seconds, where it surely does.
+
+    How sure it is, the bursts say (Liang and Zeger, 1986): blocks of one are not independent, as the machine was faster
+    or slower than its reference passes say for all of them.
+    """
     seconds, predicted = np.concatenate([times.blocks for times in bursts]).T
     if len(bursts) < _LEAST_BURSTS or len(predicted) < _LEAST_BLOCKS or predicted.max() < _APART * predicted.min():
         return 0.0
-    from scipy.stats import linregress
-
-    line = linregress(_BLOCK / predicted, seconds / predicted)
-    sure = line.slope > _SURE_OF_PASSES * line.stderr and line.intercept > 0
-    return float(line.slope / line.intercept) if sure else 0.0
+    inverse, ratios = _BLOCK / predicted, seconds / predicted
+    slope, intercept = np.polyfit(inverse, ratios, 1)
+    about = inverse - inverse.mean()
+    pulls = np.split(about * (ratios - intercept - slope * inverse), np.cumsum([len(one.blocks) for one in bursts]))
+    error = math.sqrt(sum(float(pull.sum()) ** 2 for pull in pulls)) / float(about @ about)
+    sure = slope > _SURE_OF_PASSES * error * math.sqrt(len(bursts) / (len(bursts) - 2)) and intercept > 0
+    return float(slope / intercept) if sure else 0.0
 
 
 def _prefill_factor(bursts: Sequence[_BurstTimes]) -> float:

@@ -20,7 +20,7 @@ from exeplan.core.runs.machine_speed import MachineSpeed, levelled
 from exeplan.profiler.measuring.calibrate import FEW_SLOTS, LATER_REQUESTS, BurstStep, burst, calibrate
 from exeplan.profiler.measuring.device import raise_ceilings, versions
 from exeplan.profiler.measuring.lint import lint
-from exeplan.profiler.measuring.measure import Rig
+from exeplan.profiler.measuring.measure import Rig, passes_of_visit
 from exeplan.profiler.measuring.memory import peak_bytes, runtime_bytes
 from exeplan.profiler.measuring.points import Point, Range, Work, first_rows, order
 from exeplan.profiler.measuring.refine import suggest, worst_error
@@ -72,7 +72,7 @@ class Campaign:
         """Rows of multi-device measurements, kept unchanged."""
         self.samples, self.visits = resumed(own), measured_points(own)
         self.costs: dict[Point, float] = {}
-        self.num_disturbed = self.num_visits = 0
+        self.num_visits = 0
         self.num_rounds = 1
         self.bursts: dict[bool, list[list[BurstStep]]] = {False: [], True: []}
         """By whether their rows are kept until all are done."""
@@ -207,7 +207,6 @@ class Campaign:
         self.visits[point] = self.visits.get(point, 0) + 1
         self.costs[point] = visit.seconds
         self.num_visits += 1
-        self.num_disturbed += visit.disturbed
         self.bar.update(
             self.goal.elapsed / self.goal.budget_seconds, self.goal.budget_seconds - self.goal.elapsed, self._state()
         )
@@ -306,9 +305,6 @@ class Campaign:
                 f"the machine's speed moved by +-{self.speed.spread:.1%} meanwhile, by {len(self.speed.samples)} "
                 f"reference passes that took {self.speed.cost / self.goal.elapsed:.1%} of the time"
             )
-        if self.num_disturbed:
-            share = self.num_disturbed / self.num_visits
-            self.bar.note(f"other programs disturbed {share:.0%} of the visits, which were timed by CPU time instead")
         for finding in lint(replace(profile, measurements=self.samples.measurements())):
             self.bar.note(f"lint: {finding}")
 
@@ -328,7 +324,7 @@ def _reference(rig: Rig) -> ReferencePasses | None:
 def visit_seconds(work: Work, point: Point, copies: int) -> float:
     """Seconds of a first visit, roughly."""
     forecast = work.pass_seconds(point, copies)
-    return min(9 * forecast, 0.2 + 2 * forecast)
+    return min(passes_of_visit(work.device) * forecast, 0.2 + 2 * forecast)
 
 
 def num_copies(work: Work) -> int:

@@ -1,8 +1,9 @@
 """Rig: runs the real model runner and scheduler at one point and takes the times of their parts.
 
-A visit is a few passes at one point; its value for each part is their median. On a CPU with one thread a pass is valid
-when wall time and the thread's CPU time agree. Where none is valid, because other processes use the machine, the parts
-come from the CPU clock and the visit is marked. A long pass that runs only once is scaled by its share of the CPU.
+A visit is a few passes at one point; its value for each part is their median. On a CPU with one thread the clock is
+the thread's CPU clock, which other processes do not stop, and a visit is short: a machine that other programs share is
+fast or slow for a tenth of a second at a time, so that two passes tell as much of it as five, and the time is better
+spent on another visit.
 
 Not here: which points, how often (`campaign.py`), and the use of the values (`samples.py`).
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, num_blocks_for
 from exeplan.core.models.model import ModelSpec
+from exeplan.core.profile import Device
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE
 from exeplan.policies import load_policy
@@ -41,16 +43,22 @@ from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.engine.tokenizer import Tokenizer
 
-_LEAST_OWN_SHARE = 0.95
-_WARM_PASSES, _WARM_SECONDS = 4, 0.06
-_PASSES, _TRIES, _TIMED_SECONDS = 5, 8, 0.1
+_WARM_PASSES, _PASSES = 4, 5
+_WARM_PASSES_ALONE, _PASSES_ALONE = 1, 2
+"""On a CPU with one thread."""
+_WARM_SECONDS, _TIMED_SECONDS = 0.06, 0.1
 _LONG_PASS_SECONDS = 0.15
 _ENGINE_STEPS = 8
 _PROMPTS = 16
 """Different random prompts; more sequences share them."""
 
-
 T = TypeVar("T")
+
+
+def passes_of_visit(device: Device) -> int:
+    """Passes that a visit consists of at most, those that warm up included."""
+    alone = device.kind == "cpu" and device.num_threads == 1
+    return _WARM_PASSES_ALONE + _PASSES_ALONE if alone else _WARM_PASSES + _PASSES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +68,6 @@ class Visit:
     values: dict[Key, float]
     seconds: float
     """Seconds of the whole visit."""
-    disturbed: bool
-    """Other processes used the machine during all passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +117,10 @@ class Rig:
         self.captured = self.place.type == "cuda" if captured is None else captured
         if self.place.type == "cuda":
             tune_kernels(self.runner)
-        self.probe = Probe(self.runner.model, self.place)
+        self.alone = self.place.type == "cpu" and torch.get_num_threads() == 1
+        """Whether all work is of this thread, so that its CPU clock tells how long it took."""
+        self.probe = Probe(self.runner.model, self.place, alone=self.alone)
         self.runner.model = self.probe
-        self.checks_cpu = self.place.type == "cpu" and torch.get_num_threads() == 1
         draw = random.Random(0)
         self.longest = spec.max_context
         self._prompts = [[draw.randrange(spec.vocab_size) for _ in range(self.longest)] for _ in range(_PROMPTS)]
@@ -127,14 +134,9 @@ class Rig:
         layers = self.copies if point.kind == "engine" else work.layers_needed(point, self.copies)
         self.probe.use_layers(layers)
         self._write(layers, point)
-        measure = self._measure(point)
-        found = measure(point)
-        disturbed = len(found) < (2 if point.kind == "engine" else 1)  # An engine visit has a prefill and decodes.
-        if disturbed:
-            with self._cpu_clock():
-                found = measure(point) | found
+        found = self._measure(point)(point)
         values = {key: statistics.median(seconds) for key, seconds in found.items()}
-        return Visit(values=values, seconds=time.perf_counter() - started, disturbed=disturbed)
+        return Visit(values=values, seconds=time.perf_counter() - started)
 
     def _measure(self, point: Point) -> Callable[[Point], dict[Key, list[float]]]:
         if point.kind == "engine":
@@ -182,28 +184,24 @@ class Rig:
         found: dict[Key, list[float]] = defaultdict(list)
         with self.placed(point) as forward:
             self._warm(point, forward)
-            long = point in self._long
-            accepted, started = 0, time.perf_counter()
-            for _ in range(1 if long else _TRIES):
-                logits_RV, _, own_share = self._timed(forward)
-                if own_share < _LEAST_OWN_SHARE and not long:
-                    continue
+            started = time.perf_counter()
+            for _ in range(1 if point in self._long else _PASSES_ALONE if self.alone else _PASSES):
+                logits_RV, _ = self._timed(forward)
                 times, sampling = self.probe.times(), self._sampling_seconds(logits_RV)
                 for key, seconds in self._parts(point, times, sampling).items():
-                    found[key].append(seconds * own_share)
-                accepted += 1
-                if accepted >= _PASSES or time.perf_counter() - started > _TIMED_SECONDS:
+                    found[key].append(seconds)
+                if time.perf_counter() - started > _TIMED_SECONDS:
                     break
         return found
 
     def _warm(self, point: Point, forward: Callable[[], Tensor]) -> None:
-        """Fills the caches: in a small model a pass is still 5 % slow two passes after something else ran.
+        """Fills the caches: a pass of a small model after something else is up to a fifth slower than the next ones.
 
         The first pass ever also lets libraries prepare for its shape. Of a long pass nothing is left in a cache.
         """
         started = time.perf_counter()
-        for _ in range(0 if point in self._long or self._on_cpu_clock else _WARM_PASSES):
-            _, seconds, _ = self._timed(forward)
+        for _ in range(0 if point in self._long else _WARM_PASSES_ALONE if self.alone else _WARM_PASSES):
+            _, seconds = self._timed(forward)
             if seconds > _LONG_PASS_SECONDS:
                 self._long.add(point)
             if time.perf_counter() - started > _WARM_SECONDS:
@@ -256,9 +254,8 @@ class Rig:
             if not engine.has_work:
                 break
             with self._timed_sampling() as sampling:
-                _, seconds, own_share = self._timed(engine.step)
-            if own_share == 1.0:
-                found[key].append(max(seconds - self.probe.times().total - sum(sampling), 1e-7))
+                _, seconds = self._timed(engine.step)
+            found[key].append(max(seconds - self.probe.times().total - sum(sampling), 1e-7))
         for index in range(point.num_seqs):
             engine.abort(f"{index}")
         return found
@@ -315,21 +312,19 @@ class Rig:
 
     def _sampling_seconds(self, logits_RV: Tensor) -> float:
         """How long it takes to sample greedily from fresh logits."""
-        clock = time.thread_time_ns if self._on_cpu_clock else time.perf_counter_ns
-        start = clock()
+        start = self._now()
         sample(logits_RV, [_GreedyRow()] * len(logits_RV))
-        return (clock() - start) * 1e-9
+        return (self._now() - start) * 1e-9
 
     @contextmanager
     def _timed_sampling(self) -> Iterator[list[float]]:
         """Seconds that the engine spends in sampling, an entry a call; they belong to the head."""
         seconds: list[float] = []
-        clock = time.thread_time_ns if self._on_cpu_clock else time.perf_counter_ns
 
         def timed(logits_RV: Tensor, rows: Sequence[SamplingInput], masks: Masks) -> list[SampledToken | None]:
-            start = clock()
+            start = self._now()
             tokens = sample(logits_RV, rows, masks)
-            seconds.append((clock() - start) * 1e-9)
+            seconds.append((self._now() - start) * 1e-9)
             return tokens
 
         setattr(execution, "sample", timed)  # noqa: B010 - it is imported there, not exported
@@ -338,26 +333,13 @@ class Rig:
         finally:
             setattr(execution, "sample", sample)  # noqa: B010 - as above
 
-    def _timed(self, work: Callable[[], T]) -> tuple[T, float, float]:
-        """The result, the seconds it took, and the share of them in which this thread had its CPU."""
-        cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
+    def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        """The result, and the seconds it took."""
+        began = self._now()
         result = work()
         synchronize(self.place)
-        wall = time.perf_counter_ns() - wall
-        cpu = time.thread_time_ns() - cpu
-        if self._on_cpu_clock:
-            return result, cpu * 1e-9, 1.0
-        share = min(cpu / wall, 1.0) if self.checks_cpu else 1.0
-        return result, wall * 1e-9, share if share < _LEAST_OWN_SHARE else 1.0
+        return result, (self._now() - began) * 1e-9
 
-    @property
-    def _on_cpu_clock(self) -> bool:
-        return self.probe.clock is time.thread_time_ns
-
-    @contextmanager
-    def _cpu_clock(self) -> Iterator[None]:
-        clock, self.probe.clock = self.probe.clock, time.thread_time_ns
-        try:
-            yield
-        finally:
-            self.probe.clock = clock
+    def _now(self) -> int:
+        """Nanoseconds on the clock that the parts are timed by; on a GPU on the wall clock."""
+        return time.thread_time_ns() if self.alone else time.perf_counter_ns()

@@ -71,13 +71,14 @@ def _share(seconds: tuple[float, ...], num_layers: int) -> float:
 class Probe:
     """Wraps a model; after each pass `times()` tells how long its parts took.
 
-    On a CPU the clock is the wall clock, or the thread's CPU clock inside `cpu_clock`, which a busy machine does not
-    disturb; on CUDA it is events in the stream.
+    On a CPU the clock is the wall clock, or, with `alone`, the thread's CPU clock, which other processes do not stop.
+    On CUDA it is events in the stream.
     """
 
-    def __init__(self, model: Model, place: torch.device) -> None:
+    def __init__(self, model: Model, place: torch.device, *, alone: bool = False) -> None:
         self.model, self.place = model, place
-        self.clock: Clock = _event if place.type == "cuda" else time.perf_counter_ns
+        on_cpu: Clock = time.thread_time_ns if alone else time.perf_counter_ns
+        self.clock: Clock = _event if place.type == "cuda" else on_cpu
         self._around: dict[str, list[Any]] = {}
         """Marks of what is not in the layers, beginnings and ends in turn."""
         self._decoder_marks: list[list[Any]] = []

@@ -84,9 +84,15 @@ def test_bursts_that_disagree_give_prefills_no_factor(profile: Profile, cost: Co
     assert calibrate(bursts, profile, num_layers=6).prefill_factor == 1.0
 
 
-def bursts_with(cost: CostModel, *, pass_seconds: float, factor: float) -> list[list[BurstStep]]:
-    """Bursts of few rows and of many, whose passes take these seconds and these times their parts, and 1 % of noise."""
-    noise = np.random.default_rng(0).normal(1.0, 0.01, (4, 32))
+def bursts_with(
+    cost: CostModel, *, pass_seconds: float, factor: float, common: float = 0.0, seed: int = 0, pairs: int = 2
+) -> list[list[BurstStep]]:
+    """Bursts of few rows and of many, whose passes take these seconds and these times their parts, and 1 % of noise.
+
+    `common` is the deviation of what all passes of a burst are slower by.
+    """
+    draw = np.random.default_rng(seed)
+    noise = draw.normal(1.0, 0.01, (2 * pairs, 32)) * np.exp(common * draw.normal(size=(2 * pairs, 1)))
     return [
         [
             BurstStep(
@@ -96,7 +102,7 @@ def bursts_with(cost: CostModel, *, pass_seconds: float, factor: float) -> list[
             )
             for step in range(32)
         ]
-        for number, rows in enumerate((4, 64, 4, 64))
+        for number, rows in enumerate((4, 64) * pairs)
     ]
 
 
@@ -116,6 +122,20 @@ def test_passes_that_are_all_as_slow_have_no_seconds_of_their_own(profile: Profi
     found = calibrate(bursts_with(cost, pass_seconds=0.0, factor=1.05), profile, num_layers=profile.model.num_layers)
     assert found.pass_seconds == 0.0
     assert found.factor == pytest.approx(1.05, rel=0.01)
+
+
+def test_what_all_passes_of_a_burst_have_in_common_is_not_taken_for_seconds_of_every_pass(
+    profile: Profile, cost: CostModel
+) -> None:
+    found = [
+        calibrate(
+            bursts_with(cost, pass_seconds=0.0, factor=1.05, common=0.06, seed=seed, pairs=4),
+            profile,
+            num_layers=profile.model.num_layers,
+        )
+        for seed in range(60)
+    ]
+    assert sum(one.pass_seconds > 0 for one in found) <= 6
 
 
 def test_a_step_counts_with_its_seconds_at_the_speed_of_its_moment(profile: Profile, cost: CostModel) -> None:

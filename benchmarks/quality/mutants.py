@@ -547,9 +547,9 @@ MUTANTS = (
         (POLICIES, "tests/scheduling/test_scheduler.py"),
     ),
     Mutant(
-        "exeplan/scheduling/scheduler.py",
-        "if deadline < latest]",
-        "if deadline <= latest]",
+        "exeplan/scheduling/sorted_queue.py",
+        "for at in (-math.inf, before))",
+        "for at in (-math.inf, math.nextafter(before, math.inf)))",
         "a request expires at its deadline instead of after it",
         ("tests/scheduling/test_scheduler.py",),
     ),

@@ -36,8 +36,8 @@ _LONGEST_PROMPT, _LONGEST_OUTPUT = 192, 128
 _WARM_STEPS = 12
 _LEAST_BURSTS, _SURE = 3, 2.5
 """Bursts, and standard errors, below which prefills have no factor of their own."""
-_SURE_OF_PASSES = 2.0
-"""Standard errors for the seconds of a pass, which are never below zero."""
+_BURSTS_OF_PASSES, _SURE_OF_PASSES = 6, 2.0
+"""The same for the seconds of a pass, which are never below zero."""
 _APART = 1.5
 """Times that the longest passes must be as long as the shortest to tell what every pass takes."""
 _MIDDLE_ERROR = 1.15
@@ -235,15 +235,18 @@ def _pass_seconds(bursts: Sequence[_BurstTimes]) -> float:
     How sure it is, the bursts say (Liang and Zeger, 1986): blocks of one are not independent, as the machine was faster
     or slower than its reference passes say for all of them.
     """
-    seconds, predicted = np.concatenate([times.blocks for times in bursts]).T
-    if len(bursts) < _LEAST_BURSTS or len(predicted) < _LEAST_BLOCKS or predicted.max() < _APART * predicted.min():
+    blocks = [times.blocks for times in bursts if len(times.blocks)]
+    if len(blocks) < _BURSTS_OF_PASSES:
+        return 0.0
+    seconds, predicted = np.concatenate(blocks).T
+    if len(predicted) < _LEAST_BLOCKS or predicted.max() < _APART * predicted.min():
         return 0.0
     inverse, ratios = _BLOCK / predicted, seconds / predicted
     slope, intercept = np.polyfit(inverse, ratios, 1)
     about = inverse - inverse.mean()
-    pulls = np.split(about * (ratios - intercept - slope * inverse), np.cumsum([len(one.blocks) for one in bursts]))
+    pulls = np.split(about * (ratios - intercept - slope * inverse), np.cumsum([len(own) for own in blocks]))
     error = math.sqrt(sum(float(pull.sum()) ** 2 for pull in pulls)) / float(about @ about)
-    sure = slope > _SURE_OF_PASSES * error * math.sqrt(len(bursts) / (len(bursts) - 2)) and intercept > 0
+    sure = slope > _SURE_OF_PASSES * error * math.sqrt(len(blocks) / (len(blocks) - 2)) and intercept > 0
     return float(slope / intercept) if sure else 0.0
 
 

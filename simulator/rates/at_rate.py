@@ -34,7 +34,7 @@ if its replay with arrivals keeps the bounds, too.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import inf
+from math import ceil, inf
 from statistics import NormalDist
 
 import numpy as np
@@ -70,6 +70,8 @@ _STATES = 64
 """Shares of the numbers that an arriving request meets, the largest ones in small shares: percentiles lie there."""
 _HELD, _MOST_HELD = 6, 48
 """Times for which a gate is held at least, and at most where a few are far longer than the others."""
+_WHOLE = 0.05
+"""Requests that begin together beyond a whole number, from which on one more may."""
 _SHORTEST = 0.05
 """Of them, over their mean, unless they are more skewed than the law that they are of."""
 _APART = 0.05
@@ -338,7 +340,7 @@ def _through_gate(
     """
     sizes = np.array([_together(point) for point in points])
     throughputs = np.maximum.accumulate([point.throughput for point in points])
-    each = np.arange(1, max(round(float(sizes[-1])), 1) + 1, dtype=float)
+    each = np.arange(1, max(ceil(float(sizes[-1]) - _WHOLE), 1) + 1, dtype=float)
     mean = float(np.interp(arrivals.rate, throughputs, sizes))
     own = 1.0 if apart or len(points) == 1 else _own_share(points[-1])
     blended = own * each + (1 - own) * mean

@@ -85,7 +85,7 @@ def test_bursts_that_disagree_give_prefills_no_factor(profile: Profile, cost: Co
 
 
 def bursts_with(
-    cost: CostModel, *, pass_seconds: float, factor: float, common: float = 0.0, seed: int = 0, pairs: int = 2
+    cost: CostModel, *, pass_seconds: float, factor: float, common: float = 0.0, seed: int = 0, pairs: int = 4
 ) -> list[list[BurstStep]]:
     """Bursts of few rows and of many, whose passes take these seconds and these times their parts, and 1 % of noise.
 
@@ -124,12 +124,13 @@ def test_passes_that_are_all_as_slow_have_no_seconds_of_their_own(profile: Profi
     assert found.factor == pytest.approx(1.05, rel=0.01)
 
 
+@pytest.mark.parametrize("pairs", [1, 2, 3, 4])
 def test_what_all_passes_of_a_burst_have_in_common_is_not_taken_for_seconds_of_every_pass(
-    profile: Profile, cost: CostModel
+    pairs: int, profile: Profile, cost: CostModel
 ) -> None:
     found = [
         calibrate(
-            bursts_with(cost, pass_seconds=0.0, factor=1.05, common=0.06, seed=seed, pairs=4),
+            bursts_with(cost, pass_seconds=0.0, factor=1.05, common=0.06, seed=seed, pairs=pairs),
             profile,
             num_layers=profile.model.num_layers,
         )

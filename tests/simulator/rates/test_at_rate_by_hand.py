@@ -1,5 +1,7 @@
 """With one slot and a rate of arrivals, the wait is that of a single-server queue, computed by hand."""
 
+from math import inf
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,17 @@ def test_a_rate_that_a_gate_does_not_sustain_is_refused_and_no_wait_is_told(cost
     assert estimate_at_rate([steady], Arrivals(rate=0.99 * steady.throughput), cost, "p99-length").ttft < 10_000
     with pytest.raises(Infeasible, match=r"static\(batch_size=4\): .* requests/s are sustained, .* come"):
         estimate_at_rate([steady], Arrivals(rate=1.01 * steady.throughput), cost, "p99-length")
+
+
+def test_a_gate_for_a_number_that_is_not_whole_sustains_what_its_batches_do(cost: CostModel) -> None:
+    law = Workload.of("uneven", inputs=[64, 100], outputs=[OUTPUT] * 2, weights=[0.5, 0.5])
+    packed = {"rows": 2, "row_tokens": 130}
+    schedules = [Schedule("concat", {"max_num_seqs": most, **packed}) for most in (1, 2)] + [Schedule("concat", packed)]
+    points = [steady_state(schedule, law, cost) for schedule in schedules]
+    together = points[-1].throughput * points[-1].admission_interval
+    assert 0.1 < together % 1 < 0.5, "or the test shows nothing"
+    rate = 0.99 * points[-1].throughput
+    assert estimate_at_rate(points, Arrivals(rate=rate), cost, "p99-length").ttft < inf
 
 
 @pytest.mark.parametrize("variance", [1e-4, 0.3, 2.0, 11.0])

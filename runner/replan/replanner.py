@@ -292,8 +292,9 @@ class Replanner:
             if len(self._left) < self.rules.least_requests:
                 return
             self._advisor = await self._start_advisor()
-            if self._untold:  # It begins with the plan that was active when its start began.
-                await self._tell_adopted(self._untold)
+            untold, self._untold = self._untold, None
+            if untold:  # It begins with the plan that was active when its start began.
+                await self._tell_adopted(untold)
             if self._advisor is None:
                 return
         active, left = self.state.plan, list(self._left)

@@ -258,6 +258,7 @@ def test_a_plan_that_is_adopted_while_the_advisor_starts_is_the_one_that_it_watc
         await until(lambda: replanner.state.planned)
         assert replanner.state.plan == other
         assert replanner.state.planned.outputs.mean == 90
+        assert replanner._untold is None  # It has been told: an error of the plan's files ends the watch from here on.
 
     serving(first, wait, pause=0.2, mode="advise")
 

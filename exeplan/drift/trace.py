@@ -1,8 +1,9 @@
 """Plays a trace to a Watch offline: when a service would have re-planned, and what that would have gained.
 
 Each request starts when it arrives and takes the time that the active plan predicts for its length under the current
-lengths; without times in the trace, requests arrive as fast as the plan serves them. No queue is simulated: the
-question is which law the service would have seen (for the rest: `exeplan simulate`).
+lengths; without times in the trace, requests arrive at the rate that the plan was made for, or without one as fast as
+it serves them. No queue is simulated: the question is which law the service would have seen (for the rest: `exeplan
+simulate`).
 """
 
 import math
@@ -33,12 +34,14 @@ class TraceLook:
 def arrivals_of(trace: Trace, problem: Problem, plan: Plan, rate: float | None = None) -> Floats:
     """Seconds from the first request; at `rate` requests a second where one is given, whatever the trace says.
 
-    `problem` is that of one of the plan's equal replicas. A trace with times keeps its pattern. Raises InputError for
-    several requests whose times are all equal.
+    `problem` is that of one of the plan's equal replicas. A trace with times keeps its pattern; one without is evenly
+    spread, at the plan's own rate or else at all that its replicas serve. Raises InputError for several requests whose
+    times are all equal.
     """
     count, times = len(trace.inputs), trace.arrival_s
     if times is None:
-        one = steady_state(plan.schedule, problem.workload, problem.cost).throughput
+        planned = problem.arrivals and problem.arrivals.rate
+        one = planned or steady_state(plan.schedule, problem.workload, problem.cost).throughput
         return np.arange(count) / (rate or plan.num_replicas * one)
     if count > 1 and times[-1] <= times[0]:
         raise InputError("the arrivals of the trace span no time; leave `arrival_s` out of it")

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.bounds import binding, scaled, targets_of
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate
@@ -36,6 +37,7 @@ from exeplan.drift.served import cache_tokens, served
 from exeplan.drift.state import DriftState, RequestLengths, Rules
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.optimize import resolve_policies
+from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.problems.headroom import with_headroom
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replicas import together
@@ -277,10 +279,17 @@ class Watch:
         )
 
     def _is_active(self, found: Plan, problem: Problem) -> bool:
-        """Whether it is the active plan, with no larger KV cache than the engine has."""
+        """Whether it is the active plan, with no larger KV cache than that says or its engine has.
+
+        Our engine takes the memory that there is on GPUs, whatever a plan says: another size changes nothing there.
+        """
         if (found.schedule, found.placement) != (self.plan.schedule, self.plan.placement):
             return False
-        return (found.kv_cache_tokens or 0) <= cache_tokens(problem, self.plan, self.num_blocks)
+        profile = problem.profile
+        if profile.device.kind != "cpu" and not profile.engine:
+            return True
+        planned = engine_blocks(self.plan, profile.model) * BLOCK_SIZE
+        return (found.kv_cache_tokens or 0) <= max(cache_tokens(problem, self.plan, self.num_blocks), planned)
 
     def _unkept(self, problem: Problem) -> str:
         """That no plan keeps the bounds, and the tightest ones that a plan keeps; empty where one keeps them."""

@@ -1,6 +1,7 @@
 """A service re-plans when changed traffic makes its plan a bad one, and never on stationary traffic."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from exeplan.cli import main
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.bounds import Bound
 from exeplan.core.schedule import ROUTERS, Schedule, Stage
 from exeplan.drift.best_plan import best_plan, cautious, tightest
@@ -20,7 +22,7 @@ from exeplan.drift.trace import arrivals_of, play_trace
 from exeplan.drift.watch import Watch
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.optimize import optimize
-from exeplan.planner.load_problem import load_plan
+from exeplan.planner.load_problem import engine_blocks, load_plan
 from exeplan.planner.problems.problem import make_problem
 from exeplan.planner.problems.replays import replay_estimate
 from exeplan.planner.problems.replicas import together
@@ -369,6 +371,28 @@ def test_more_traffic_than_planned_is_said_and_is_no_slowdown(plan, problem, loa
     assert (words in state.verdict) == (load > 0.5)
 
 
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("share", [None, 0.6])
+def test_the_active_plan_is_known_where_its_engine_has_a_smaller_cache_than_planned(plan, problem, kind, share):
+    """Of a plan that says no cache, or of one whose engine got half of it, which full batches do not fit into."""
+
+    def watched(active):
+        device = replace(problem.profile.device, kind=kind)
+        here = replace(problem, profile=replace(problem.profile, device=device))
+        watch, trace = Watch(active, here, rules=Rules(every=4.0, looks=1), policies=POLICIES), draw(1200, 3, scale=0.5)
+        rows = zip(trace.inputs.tolist(), trace.outputs.tolist(), strict=True)
+        watch.note([RequestLengths(float(n), i, o, True) for n, (i, o) in enumerate(rows)], [])
+        return watch
+
+    best = watched(plan).look(1300.0)[1].plan
+    full = math.ceil(best.estimate.kv_tokens / BLOCK_SIZE)
+    watch = watched(replace(best, kv_cache_tokens=share and int(1.2 * full) * BLOCK_SIZE))
+    watch.num_blocks = int((share or 1.1) * full)
+    state, proposal = watch.look(1300.0)
+    assert watch.num_blocks < engine_blocks(watch.plan, problem.profile.model)
+    assert (proposal, state.verdict) == (None, "the active plan is the best there is")
+
+
 def test_what_began_before_the_look_that_follows_a_replan_tells_nothing_of_the_new_plan(plan, problem):
     """The adoption is told with the time of the look before the search and the switch."""
     watch = Watch(plan, problem, rules=Rules(every=4.0), policies=POLICIES)
@@ -476,6 +500,19 @@ def test_the_command_says_when_and_what_it_gains_and_writes_the_plan(planned, ca
     assert first["gain"] > 0.05
     assert load_plan(planned / "new.yaml").schedule.policy == "rra"
     assert main(["simulate", "new.yaml"]) == 0
+
+
+def test_at_a_rate_a_trace_without_times_comes_at_that_rate(planned, capsys):
+    """Far below what the plan serves, so that this would be more than planned."""
+    bound = ["--latency-bound", "2s", "--policy", "orca", "--arrival-rate", "2"]
+    assert main(["optimize", "--profile", "p.json", "--workload", "planned.csv", *bound, "-o", "r.yaml"]) == 0
+    trace, ends = write(planned / "t.csv", draw(1200, 1)), []
+    for rate in ([], ["--rate", "6"]):
+        capsys.readouterr()
+        assert main(["drift", "--plan", "r.yaml", trace, "--policy", "orca", *rate]) == 0
+        ends.append(capsys.readouterr().out.splitlines()[-1])
+    assert ends[0] == "at the end: as planned"
+    assert "more traffic comes than the 2 requests/s planned for" in ends[1]
 
 
 @pytest.mark.parametrize("rate", [[], ["--rate", "10"]])

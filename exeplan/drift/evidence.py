@@ -1,4 +1,5 @@
-"""Evidence: whether two laws of lengths differ by more than chance, and how far a tail may be from its sample.
+"""Evidence: whether two laws of lengths differ by more than chance, how far a tail may be from its sample, and whether
+requests come faster than planned.
 
     G(t)       n kl(p, r) + m kl(q, r): twice of it is the likelihood ratio that the shares p of n and q of m requests
                longer than t have one value r; kl is the Kullback-Leibler divergence of two coins
@@ -114,6 +115,22 @@ def tail_within(share: float, *, size: float, confidence: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if float(divergence(middle, share)) > needed else (low, middle)
     return low
+
+
+def come_faster(starts: Floats, rate: float, *, false_alarm: float) -> bool:
+    """Whether requests that start at these rising times come faster than `rate` by more than chance explains.
+
+    Their number varies as sums of successive gaps do, at least as in a Poisson stream: bursts that are shorter than
+    such a sum are chance. The deviations are Chernoff's for a normal law. False for too few requests.
+    """
+    gaps = np.diff(starts)
+    size = len(gaps) // _NUM_BLOCKS
+    if size < _LEAST_BLOCK or starts[-1] <= starts[0]:
+        return False
+    sums = gaps[len(gaps) - size * _NUM_BLOCKS :].reshape(_NUM_BLOCKS, size).sum(axis=1)
+    dispersion = max(1.0, size * float(sums.var(ddof=1)) / max(float(sums.mean()), 1e-9) ** 2)
+    chance = math.sqrt(2 * math.log(1 / false_alarm) * dispersion * len(gaps))
+    return bool(len(gaps) - chance > rate * (starts[-1] - starts[0]))
 
 
 def dependence(values: Ints) -> float | None:

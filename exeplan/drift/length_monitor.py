@@ -86,10 +86,10 @@ class LengthMonitor:
         rows = self._ended[self._ended[:, 0] >= self._since].tolist()
         return tuple(RequestLengths(start, int(i), int(o), bool(done), took) for start, i, o, done, took in rows)
 
-    def num_started(self, after: float, until: float) -> int:
-        """Requests of the sample that started in this time, running and dropped ones too."""
+    def starts(self, since: float) -> Floats:
+        """When the requests of the sample started from then on, rising, running and dropped ones too."""
         starts = np.concatenate([self._ended[:, 0], self._running[:, 0]])
-        return int(np.count_nonzero((starts > after) & (starts <= until) & (starts >= self._since)))
+        return np.sort(starts[starts >= max(since, self._since)])
 
     def observe(self, name: str = "observed") -> Observed | None:
         """The law now, the same object until enough requests have ended since; None while no request is complete.

@@ -26,7 +26,7 @@ class Rules:
     every: float = 5.0
     """Seconds between two looks."""
     false_alarm: float = 1e-6
-    """Probability, at one look, that an unchanged law counts as changed."""
+    """Probability, at one look, that an unchanged law counts as changed, or the planned traffic as more."""
     least_requests: float = 64.0
     """Independent requests below which no verdict is given."""
     least_for_search: float = 160.0

@@ -30,7 +30,7 @@ from exeplan.core.bounds import binding, scaled, targets_of
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate
 from exeplan.drift.best_plan import STEP, best_plan
-from exeplan.drift.evidence import Known, evidence
+from exeplan.drift.evidence import Known, come_faster, evidence
 from exeplan.drift.length_monitor import LengthMonitor, Observed
 from exeplan.drift.moving_cost import moving_seconds
 from exeplan.drift.served import cache_tokens, served
@@ -45,9 +45,9 @@ from exeplan.policies import engine_of, load_policy, policy_names
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.workload import Workload
 
-_SLOWDOWN_REQUESTS, _MOST_SLOWDOWN = 50, 1.5
-_CHANCE_SIGMAS = 3.0
-"""By which more requests must have come than planned, in deviations of a Poisson stream."""
+_SLOWDOWN_REQUESTS, _MOST_TIMED, _MOST_SLOWDOWN = 50, 200, 1.5
+_MOST_STARTS = 1000
+"""The last requests, by which more come than planned or not."""
 _LONGEST = 10
 """The longest tenth of the requests gives the slowdown."""
 
@@ -119,6 +119,12 @@ class Watch:
         self._verdict = ""
         self.observed: Workload | None = None
         """The law at the last look."""
+        self._trace_times = plan.trace_arrivals
+        """The plan was made for the times of a trace, its busy minutes included; so were those adopted in its place,
+        though they name a rate."""
+        self._faster_looks = 0
+        self._rate: float | None = None
+        """Requests/s of each replica, where at the last looks more came than planned."""
         self.num_blocks: int | None = None
         """KV blocks that the engine of each replica has; None where only the plan says."""
 
@@ -143,6 +149,7 @@ class Watch:
         if isinstance(proposal_or_plan, Plan):
             (problem,) = problems
             self.plan, self._problem = proposal_or_plan, _without_trace(problem)
+            self._trace_times = self.plan.trace_arrivals
             self._basis = self._planned = _Basis.of(problem.workload)
             self._missed, self._verdict = None, ""
         else:
@@ -188,7 +195,9 @@ class Watch:
         self.observed = observed.workload
         far = self._far(observed, self._planned)
         kept, share, proposal = None, None, None
-        asks = self._asks(observed, far, now)
+        fresh, self._told = observed is not self._told, observed
+        self._rate = self._more_than_planned(fresh, self._active_from)
+        asks = self._asks(observed, far, fresh, now)
         if asks or (predict and observed.size >= self.rules.least_requests):
             problem = self.problem
             kept, share = _consequence(problem, self.plan, self.num_blocks)
@@ -208,8 +217,8 @@ class Watch:
     def _said(self, observed: Observed, far: float) -> str:
         """The verdict, whether there is more traffic than planned, and where the tail is not known that it is not."""
         said = self._verdict or ("as planned" if far <= 1 else "the law has changed")
-        arrivals = None if self.plan.trace_arrivals else self._problem.arrivals
-        if arrivals and self._more_than_planned(self._last()):
+        arrivals = self._problem.arrivals
+        if arrivals and self._rate:
             rate = arrivals.rate * self.plan.num_replicas
             said = f"{said}; more traffic comes than the {rate:.3g} requests/s planned for"
         least = self.rules.least_for_search
@@ -220,12 +229,11 @@ class Watch:
     def _far(self, observed: Observed, basis: _Basis) -> float:
         return evidence(observed.known, basis.known, false_alarm=self.rules.false_alarm)
 
-    def _asks(self, observed: Observed, far: float, now: float) -> bool:
+    def _asks(self, observed: Observed, far: float, fresh: bool, now: float) -> bool:
         """Whether a search is due and a re-plan allowed; `far` is the law's distance from the planned one."""
         grown = not self._basis.planned and observed.size >= 2 * self._basis.size
         far = far if self._basis is self._planned else self._far(observed, self._basis)
         differs = grown or far > 1
-        fresh, self._told = observed is not self._told, observed
         self._agreeing = self._agreeing + fresh if differs else 0  # Only a renewed law counts.
         enough = observed.size >= self.rules.least_for_search
         return enough and self._agreeing >= self.rules.looks and now - self._dwells_from >= self.rules.dwell
@@ -336,24 +344,20 @@ class Watch:
             return ""
         return f"another plan gains {100 * gain:+.1f} % in throughput under the observed lengths"
 
-    def _last(self, *, timed: bool = False) -> list[RequestLengths]:
-        """The last complete requests that started under the active plan; `timed`: of those whose time is known."""
-        since = math.inf if self._active_from is None else self._active_from
-        rows = [seen for seen in self.monitor.recent() if seen.complete and (seen.seconds > 0 or not timed)]
-        return [seen for seen in rows if seen.start >= since][-4 * _SLOWDOWN_REQUESTS :]
-
-    def _more_than_planned(self, rows: Sequence[RequestLengths]) -> float | None:
-        """Requests/s of one replica that started together with these, where they are more than planned by more than
-        chance explains."""
-        planned = self._problem.arrivals
-        if planned is None or len(rows) < _SLOWDOWN_REQUESTS:
+    def _more_than_planned(self, fresh: bool, since: float) -> float | None:
+        """Requests/s of one replica, where at consecutive looks more started since then than was planned."""
+        planned = None if self._trace_times else self._problem.arrivals
+        if planned is None:
             return None
-        first, last = min(seen.start for seen in rows), max(seen.start for seen in rows)
-        count = self.monitor.num_started(first, last)
-        most = planned.rate * self.plan.num_replicas * (last - first)
-        if count - _CHANCE_SIGMAS * math.sqrt(count) <= most:
+        starts, count = self.monitor.starts(since)[-_MOST_STARTS:], self.plan.num_replicas
+        if not come_faster(starts, planned.rate * count, false_alarm=self.rules.false_alarm):
+            self._faster_looks = 0
             return None
-        return planned.rate * count / most
+        self._faster_looks += fresh  # Only renewed traffic counts.
+        if self._faster_looks < self.rules.looks:
+            return None
+        recent = starts[-_MOST_TIMED:]  # What is timed is of these.
+        return max(planned.rate, (len(recent) - 1) / max(float(recent[-1] - recent[0]), 1e-9) / count)
 
     def _slowdown(self, problem: Problem, kept: Estimate | None) -> float:
         """Time of the longest requests from their start over the plan's prediction for them; at least 1.
@@ -362,11 +366,13 @@ class Watch:
         than planned, the pace at that rate, as batches are fuller then. Summed, not by ratios of single requests: their
         jitter hardly moves a percentile of the latency.
         """
-        rows = self._last(timed=True)
+        since = math.inf if self._active_from is None else self._active_from
+        rows = [seen for seen in self.monitor.recent() if seen.complete and seen.seconds > 0 and seen.start >= since]
+        rows = rows[-_MOST_TIMED:]
         if len(rows) < _SLOWDOWN_REQUESTS:
             return 1.0
-        if problem.arrivals and (rate := self._more_than_planned(rows)):
-            faster = replace(problem, arrivals=replace(problem.arrivals, rate=rate))
+        if problem.arrivals and self._rate:
+            faster = replace(problem, arrivals=replace(problem.arrivals, rate=self._rate))
             kept, _ = _consequence(faster, self.plan, self.num_blocks)  # None: batches are full.
         steady = steady_state(self.plan.schedule, problem.workload, problem.cost)
         pace = kept.tpot / steady.tpot if kept and steady.tpot else 1.0

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from exeplan.drift.evidence import Known, dependence, divergence, evidence, tail_within
+from exeplan.drift.evidence import Known, come_faster, dependence, divergence, evidence, tail_within
 from exeplan.workload.workload import Workload
 
 
@@ -83,3 +83,23 @@ def test_requests_in_bursts_of_a_kind_are_worth_fewer():
     rng = np.random.default_rng(0)
     bursts = np.repeat(rng.integers(1, 500, 100), 10)
     assert 4 < dependence(bursts) < 20
+
+
+def starts(count: int, seed: int, *, rate: float = 1.0, bursty: bool = False) -> np.ndarray:
+    """Of a Poisson stream, or of one whose gaps have 5.5 times the variance."""
+    rng = np.random.default_rng(seed)
+    scale = np.where(rng.random(count) < 0.1, 5.5, 0.5) if bursty else 1.0
+    return np.cumsum(scale * rng.exponential(1 / rate, count))
+
+
+@pytest.mark.parametrize("bursty", [False, True])
+def test_a_stream_does_not_come_faster_than_its_own_rate(bursty):
+    """A thousand streams at one in a thousand."""
+    found = [come_faster(starts(1000, seed, bursty=bursty), 1.0, false_alarm=1e-3) for seed in range(1000)]
+    assert sum(found) <= 3
+
+
+def test_a_third_more_requests_are_more_than_chance_and_a_few_are_too_few_to_know():
+    assert all(come_faster(starts(1000, seed, rate=1.35), 1.0, false_alarm=1e-6) for seed in range(20))
+    assert not come_faster(starts(100, 0, rate=3.0), 1.0, false_alarm=1e-6)
+    assert not come_faster(np.zeros(1000), 1.0, false_alarm=1e-6)

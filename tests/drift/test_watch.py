@@ -363,12 +363,59 @@ def test_more_traffic_than_planned_is_said_and_is_no_slowdown(plan, problem, loa
         (slow * one.start, one.input_tokens, one.output_tokens, one.token_times[-1] - one.start) for one in run.requests
     ]
     watch = Watch(replace(plan, schedule=schedule, arrival_rate=here.arrivals.rate), here, policies=("orca",))
-    watch.note([RequestLengths(start, i, o, True, slow * took) for start, i, o, took in rows], [])
-    state, _ = watch.look(slow * max(start for start, *_ in rows))
+    seen = [RequestLengths(start, i, o, True, slow * took) for start, i, o, took in rows]
+    watch.note(seen[:-100], [])
+    first, _ = watch.look(seen[-101].start)
+    watch.note(seen[-100:], [])
+    state, _ = watch.look(seen[-1].start)
     found = watch._slowdown(here, state.predicted)
     assert found < 1.1 if slow == 1.0 else found > 1.25
     words = f"more traffic comes than the {here.arrivals.rate:.3g} requests/s planned for"
+    assert words not in first.verdict  # One look alone may err.
     assert (words in state.verdict) == (load > 0.5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bursts_at_the_planned_rate_are_no_more_traffic(plan, problem, seed):
+    """One in ten gaps is eleven times as long as the others: the last 200 requests alone often come faster."""
+    rate, trace = 10.0, draw(4000, seed)
+    here = replace(problem, arrivals=Arrivals(rate=rate))
+    rng = np.random.default_rng(seed)
+    gaps = np.where(rng.random(4000) < 0.1, 5.5, 0.5) * rng.exponential(size=4000)
+    watch = Watch(replace(plan, arrival_rate=rate), here, policies=POLICIES)
+    starts = (np.cumsum(gaps) * 4000 / gaps.sum() / rate).tolist()
+    rows = list(zip(starts, trace.inputs.tolist(), trace.outputs.tolist(), strict=True))
+    for number in range(0, 4000, 20):
+        watch.note([RequestLengths(start, i, o, True) for start, i, o in rows[number : number + 20]], [])
+        state, _ = watch.look(starts[number + 19], predict=False)
+        assert "more traffic" not in state.verdict
+
+
+def test_a_busy_minute_of_a_planned_trace_is_no_more_traffic_after_a_replan_either(plan, problem):
+    """And does not hide that the machine is slow."""
+    rate = 0.2 * plan.estimate.throughput
+    here = replace(problem, arrivals=Arrivals(rate=rate, of_trace=True))
+    backlog, trace = Watch(plan, problem, rules=Rules(every=4.0, looks=1), policies=POLICIES), draw(2400, 3, scale=1.6)
+    rows = list(enumerate(zip(trace.inputs.tolist(), trace.outputs.tolist(), strict=True)))
+    backlog.note([RequestLengths(float(n), i, o, True) for n, (i, o) in rows[:1200]], [])
+    proposal = backlog.look(1300.0)[1]
+    watch = Watch(replace(plan, trace_arrivals=True), here, rules=Rules(every=4.0, dwell=1e9), policies=POLICIES)
+    watch.note([RequestLengths(float(n), i, o, True) for n, (i, o) in rows[:1200]], [])
+    adopted = replace(proposal.plan, arrival_rate=rate, trace_arrivals=False)
+    watch.adopted(replace(proposal, plan=adopted), now=1300.0)
+    kept = watch.look(1300.0)[0].predicted
+    problem = watch.problem
+    steady = steady_state(adopted.schedule, problem.workload, problem.cost)
+    pace = kept.tpot / steady.tpot
+    for part in (rows[1200:1800], rows[1800:]):
+        full = steady.latency(np.array([float(o) for _, (_, o) in part]))
+        seconds = (1.25 * (steady.ttft + pace * (full - steady.ttft))).tolist()
+        starts = [1300 + (n - 1200) / (4 * rate) for n, _ in part]
+        seen = zip(starts, part, seconds, strict=True)
+        watch.note([RequestLengths(start, i, o, True, took) for start, (_, (i, o)), took in seen], [])
+        state, _ = watch.look(starts[-1])
+        assert "more traffic" not in state.verdict
+    assert watch._slowdown(watch.problem, state.predicted) == pytest.approx(1.25, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])

@@ -7,6 +7,7 @@ as they are; what another group gains is proposed at a later look. Figures are o
 Not here: how many replicas there are, and on which GPUs: a running service keeps these.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -63,6 +64,11 @@ class GroupWatch:
         """See `LengthMonitor.note`."""
         self.monitor.note(ended, running)
 
+    def note_blocks(self, num_blocks: Sequence[int | None]) -> None:
+        """`Watch.num_blocks` of each group; nothing where that is not known."""
+        for watch, blocks in itertools.zip_longest(self._watches, num_blocks[: len(self._watches)]):
+            watch.num_blocks = blocks
+
     def adopted(self, proposal_or_plan: Proposal | Plan, *, now: float, problems: Sequence[Problem] = ()) -> None:
         """The service runs this plan now; `problems` as at the start, of a plan that is no proposal."""
         if isinstance(proposal_or_plan, Plan):
@@ -106,7 +112,7 @@ class GroupWatch:
         plan = with_group(self.plan, number, proposal.plan)
         plan = replace(plan, workload=None, workload_fingerprint=proposal.plan.workload_fingerprint, replay=None)
         alone = [watch.problem.at(group.placement) for watch, group in zip(self._watches, plan.groups, strict=True)]
-        new = self._estimate(plan)
+        new = self._estimate(plan, changed=number)
         assert new is not None
         return replace(
             proposal,
@@ -117,12 +123,14 @@ class GroupWatch:
             reason=f"{proposal.reason} (for {len(plan.groups[number].first_devices)} of {plan.num_replicas} replicas)",
         )
 
-    def _estimate(self, plan: Plan) -> Estimate | None:
-        """All replicas of a plan under the observed lengths; None where one of them cannot keep up."""
+    def _estimate(self, plan: Plan, *, changed: int | None = None) -> Estimate | None:
+        """All replicas of a plan under the observed lengths; None where one of them cannot keep up. The engines of the
+        group `changed` are not as it says yet."""
         found = []
-        for watch, own in zip(self._watches, group_plans(plan), strict=True):
+        for number, (watch, own) in enumerate(zip(self._watches, group_plans(plan), strict=True)):
             try:
-                found.append(served(watch.problem.at(own.placement), own))
+                blocks = None if number == changed else watch.num_blocks
+                found.append(served(watch.problem.at(own.placement), own, blocks))
             except Infeasible:
                 return None
         return together(found, [group.num_replicas for group in plan.groups])

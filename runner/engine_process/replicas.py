@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -338,6 +338,11 @@ class ReplicaSet:
     def num_blocks(self) -> int:
         """KV blocks of the smallest replica."""
         return min(client.num_blocks for client in self._clients)
+
+    def num_blocks_of(self, numbers: Collection[int]) -> int | None:
+        """KV blocks of the smallest of these replicas; None where none of them runs."""
+        running = (one.client.num_blocks for one in self._replicas if one.number in numbers)
+        return min((blocks for blocks in running if blocks), default=None)
 
     @property
     def request_tokens(self) -> int:

@@ -786,8 +786,8 @@ class Look(Message, frozen=True):
     running: Sequence[RequestLengths]
     vetoed: bool
     """The last proposal was vetoed."""
-    num_blocks: int | None = None
-    """KV blocks that the engine of each replica has; None where they are not the same of all."""
+    num_blocks: Sequence[int | None] = ()
+    """KV blocks of the smallest engine of each group of replicas; None for a group of which none runs."""
 
 
 class PlanAdopted(Message, frozen=True):

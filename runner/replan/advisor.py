@@ -87,7 +87,9 @@ class Advisor:
         if look.vetoed:
             watch.vetoed(now=look.now)
         if isinstance(watch, Watch):
-            watch.num_blocks = look.num_blocks
+            watch.num_blocks = next(iter(look.num_blocks), None)
+        else:
+            watch.note_blocks(look.num_blocks)
         watch.note(look.left, look.running)
         state, proposal = watch.look(look.now)
         planned, observed = lengths_of(watch.planned, watch.observed)

@@ -13,6 +13,7 @@ Not here: routes and signals (`exeplan.runner.server`), when a plan is better (`
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -299,7 +300,7 @@ class Replanner:
                 return
         active, left = self.state.plan, list(self._left)
         self._left.clear()
-        blocks = None if active.more_replicas else self._engine.num_blocks
+        blocks = self._num_blocks(active)
         look = Look(now=self._now, left=left, running=stats.running, vetoed=self._vetoed, num_blocks=blocks)
         self._vetoed = False
         try:
@@ -311,6 +312,13 @@ class Replanner:
             raise OSError(f"the advisor did not look: {reply.message}")
         assert isinstance(reply, Looked)
         await self._take_look(reply, active)
+
+    def _num_blocks(self, plan: Plan) -> list[int | None]:
+        """Of the smallest engine of each group of the plan's replicas, which the set numbers group by group."""
+        if not isinstance(self._engine, ReplicaSet) or not plan.more_replicas:
+            return [self._engine.num_blocks]
+        ends = [0, *itertools.accumulate(group.num_replicas for group in plan.groups)]
+        return [self._engine.num_blocks_of(range(*both)) for both in itertools.pairwise(ends)]
 
     async def _take_look(self, looked: Looked, active: Plan) -> None:
         """`active` is the plan that was looked at: what was found in its place is of no use in that of another."""

@@ -146,13 +146,18 @@ def test_a_plan_with_another_number_of_groups_is_watched_as_well(plan):
         assert look(advisor, 2, outputs=90).planned.outputs.mean == 90
 
 
-def test_it_predicts_with_the_blocks_that_the_engine_has(plan):
+@pytest.mark.parametrize("blocks", [[40], [None, 40]])
+def test_it_predicts_with_the_blocks_that_the_engine_has(plan, blocks):
+    """Of one replica, or of the second of two that are not equal."""
     wide = replace(plan, schedule=Schedule("orca", {"max_num_seqs": 32}))
+    if len(blocks) > 1:
+        group = ReplicaGroup(schedule=wide.schedule, placement=plan.placement, first_devices=(1,))
+        wide = replace(wide, more_replicas=(group,), router="shortest-queue")
     advisor = Advisor(WatchPlan(plan=as_json(wide), rules=RULES, file=None))
     left = [RequestLengths(i / 1000, 40, 90, True) for i in range(800)]
     rates = []
-    for now, blocks in ((1.0, None), (2.0, 40)):
-        looked = advisor.take(Look(now=now, left=left, running=[], vetoed=False, num_blocks=blocks))
+    for now, known in ((1.0, []), (2.0, blocks)):
+        looked = advisor.take(Look(now=now, left=left, running=[], vetoed=False, num_blocks=known))
         assert isinstance(looked, Looked)
         assert looked.state.predicted
         rates.append(looked.state.predicted.throughput)

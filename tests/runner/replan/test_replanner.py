@@ -13,7 +13,7 @@ import pytest
 
 from exeplan.core.bounds import Bound
 from exeplan.core.models.model import load_model_spec
-from exeplan.core.plan import Plan
+from exeplan.core.plan import Plan, single_plans
 from exeplan.core.profile import Profile, save_profile
 from exeplan.core.schedule import ReplicaGroup, Schedule, single_stage
 from exeplan.drift.state import Replanned, Rules
@@ -22,6 +22,7 @@ from exeplan.planner.load_problem import load_plan, read_plan
 from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
+from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import (
     AdvisorReply,
     AdvisorRequest,
@@ -285,3 +286,18 @@ def test_unequal_replicas_keep_their_gpus_and_each_may_get_another_schedule(plan
         replanner._check(replace(served, more_replicas=(replace(other, first_devices=(1, 3)),)))
     with pytest.raises(InputError, match="the plan has one replica, this server runs 3"):
         replanner._check(plan)
+
+
+def test_the_advisor_is_told_the_blocks_of_the_smallest_engine_of_each_group(plan):
+    other = ReplicaGroup(schedule=SLOW, placement=plan.placement, first_devices=(1, 2, 3))
+    served = replace(plan, more_replicas=(other,), router="shortest-queue")
+
+    async def blocks() -> list[int | None]:
+        engines = ReplicaSet([setup(one) for one in single_plans(served)], "shortest-queue")
+        for number, blocks in enumerate((40, 30, 20, 0)):  # The last one has not begun.
+            engines.client(number).num_blocks = blocks
+        found = Replanner(engines, served, SPEC, setup=setup)._num_blocks(served)
+        await engines.close()
+        return found
+
+    assert asyncio.run(blocks()) == [40, 20]

@@ -16,6 +16,7 @@ Orders other than `fcfs`, and policies that pack by length, choose among the seq
 Not here: which client a request is from (`runner/server/network/clients.py`).
 """
 
+import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -132,6 +133,8 @@ class FairScheduler(Scheduler):
     def _express_batch(self) -> Batch | None:
         """A pass of the light clients' sequences alone; None where they have none that can run."""
         light = self._light_clients()
+        if not light:
+            return None
         rows = (s for s in _of_clients(self.running) if s.client in light)
         decode = tuple(s for s in rows if not (s.finished or s.num_computed_tokens))
         cut = any(s.num_computed_tokens for s in self.running)
@@ -149,11 +152,13 @@ class FairScheduler(Scheduler):
 
     def _express_prefill(self, light: set[str]) -> tuple[SequenceState, ...]:
         """Of the light clients' waiting sequences those that fit, places and tokens of a pass included."""
-        waiting = [s for s in _of_clients(self.waiting) if s.client in light]
+        lines = self._client_lines().lines(self.waiting)
+        merged = heapq.merge(*(line for name, line in lines.items() if name in light))  # In the order of the queue.
+        waiting: Iterator[SequenceState] = (sequence for _, sequence in merged)
         most_tokens = pass_limits(self.schedule).tokens
         if most_tokens is not None:
-            waiting = list(takewhile(lambda s: s.num_tokens <= most_tokens, waiting[:1]))
-        room = len(waiting) if self._num_places is None else self._num_places - len(self.running)
+            waiting = takewhile(lambda s: s.num_tokens <= most_tokens, islice(waiting, 1))
+        room = len(self.waiting) if self._num_places is None else self._num_places - len(self.running)
         return self.fitting(waiting, limit=room)
 
     def _light_clients(self) -> set[str]:
@@ -164,7 +169,7 @@ class FairScheduler(Scheduler):
     def fitting(
         self, sequences: Iterable[SequenceState], *, limit: int, reserve: bool = False, max_tokens: int | None = None
     ) -> tuple[SequenceState, ...]:
-        if self._counters.knows_more_than(one.client for one in _of_clients(self.waiting)):
+        if self._counters.knows_more_than(self._waiting_clients()):
             sequences = self._within_shares(_of_clients(sequences), reserve=reserve)
         return super().fitting(sequences, limit=limit, reserve=reserve, max_tokens=max_tokens)
 
@@ -178,6 +183,12 @@ class FairScheduler(Scheduler):
         """Clients with sequences that wait or run, some of them more than once."""
         yield from self._client_lines().sizes(self.waiting)
         yield from (one.client for one in _of_clients(self.running))
+
+    def _waiting_clients(self) -> Iterable[str]:
+        """Clients of all that wait; of those offered, some of them more than once, while the policy sees these."""
+        if self._lines is not None:
+            return self._lines.sizes(self.waiting)
+        return (one.client for one in _of_clients(self.waiting))
 
     def _client_lines(self) -> ClientLines:
         if self._lines is None:

@@ -342,10 +342,35 @@ class Counted(ClientSequence):
         return super().__getattribute__(name)
 
 
-def test_neither_a_request_nor_a_pass_looks_at_all_that_wait() -> None:
+@pytest.mark.parametrize("has_light", [False, True])
+def test_neither_a_request_nor_a_pass_looks_at_all_that_wait(has_light: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor an express pass, which is looked for whenever the engine has said how long the last pass took."""
     number, scheduler = 1000, fair(Schedule("orca", {"max_num_seqs": 2}))
+    monkeypatch.setattr(Counted, "looks", 0)
+
+    def come(name: str, client: str) -> None:
+        scheduler.add(Counted(request_id=name, num_prompt_tokens=4, max_output_tokens=2, client=client))
+
     for n in range(number):
-        scheduler.add(Counted(request_id=str(n), num_prompt_tokens=4, max_output_tokens=2, client="abc"[n % 3]))
-    for _ in range(100):
-        run(scheduler)
+        come(str(n), "abc"[n % 3])
+    for n in range(100):
+        if has_light:
+            come(f"light{n}", "d")
+        batch = scheduler.next_batch()
+        assert batch is not None
+        scheduler.took(batch, 0.1 if set(finish(scheduler, batch)) == {"d"} else 1.0)
     assert Counted.looks < 20 * number
+
+
+def test_sequences_of_light_clients_are_prefilled_in_the_order_of_the_queue() -> None:
+    scheduler = fair(Schedule("orca", {"max_num_seqs": 32}))
+    scheduler.add(sequence("first", 4, 9, "x"))
+    for number in range(20):
+        scheduler.add(sequence(f"flood{number}", 4, 200, "flood"))
+    run(scheduler)
+    for name in ("y0", "flood20", "x0", "flood21", "y1"):
+        scheduler.add(sequence(name, 4, 9, name.rstrip("0123456789")))
+    scheduler._credit = 1.0
+    express = scheduler.next_batch()
+    assert express is not None
+    assert (names(express.decode), names(express.prefill)) == (["first"], ["y0", "x0", "y1"])

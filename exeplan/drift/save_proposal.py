@@ -5,7 +5,9 @@ trace is as long as the sample that the lengths are known from, and its file has
 the lengths' fingerprint: those of an earlier plan stay as they are until `remove_lengths` is told that it is of no use.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,17 +39,14 @@ def remove_lengths(replaced: Sequence[Plan], kept: Iterable[Plan], path: Path) -
     """Removes the lengths of plans that were saved at `path`, replaced there, and will not be adopted.
 
     What one of the `kept` plans names stays, and so does what a file in that folder names, such as a copy of the plan.
-    Returns the plans whose lengths are still there.
+    Returns the plans whose lengths are still there, those that cannot be removed included.
     """
     named = {_file(plan) for plan in kept}
     if written := {file for plan in replaced if (file := _file(plan)) not in named and file}:
-        files = [file for file in path.resolve().parent.iterdir() if file.is_file() and file.suffix != ".csv"]
-        texts = [_text(file) for file in files]
-        for lengths in written:
-            fingerprint = lengths.name.rpartition("-")[2]  # However a plan writes the name before it.
-            if not any(fingerprint in text for text in texts):
-                lengths.unlink(missing_ok=True)
-    return [plan for plan in replaced if (file := _file(plan)) and file.exists()]
+        for lengths in _unnamed(written, path.resolve().parent):
+            with contextlib.suppress(OSError):
+                lengths.unlink()
+    return [plan for plan in replaced if (file := _file(plan)) and _may_be_there(file)]
 
 
 def same_lengths(plan: Plan, other: Plan) -> bool:
@@ -57,6 +56,27 @@ def same_lengths(plan: Plan, other: Plan) -> bool:
 
 def _file(plan: Plan) -> Path | None:
     return Path(plan.workload).resolve() if plan.workload else None
+
+
+def _unnamed(written: Collection[Path], folder: Path) -> list[Path]:
+    """The lengths that no file of the folder names; none where it cannot be listed."""
+    try:
+        files = [file for file in folder.iterdir() if os.path.isfile(file) and file.suffix != ".csv"]
+    except OSError:
+        return []
+    texts = [_text(file) for file in files]
+    # The fingerprint alone is looked for, however a plan writes the name before it.
+    return [file for file in sorted(written) if not any(file.name.rpartition("-")[2] in text for text in texts)]
+
+
+def _may_be_there(file: Path) -> bool:
+    try:
+        file.stat()
+    except FileNotFoundError:
+        return False
+    except OSError:  # Its folder does not say.
+        return True
+    return True
 
 
 def _text(file: Path) -> str:

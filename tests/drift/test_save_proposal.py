@@ -1,5 +1,6 @@
 """Lengths of plans that were replaced and not adopted are removed, unless a plan names them."""
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -54,3 +55,33 @@ def test_what_a_copy_of_the_plan_names_stays(saved, tmp_path):
     second, _ = saved("bb2"), saved("cc3")
     remove_lengths([first, second], [], tmp_path / "next.yaml")
     assert left(tmp_path) == ["aa1", "cc3"]
+
+
+@pytest.mark.parametrize("refused", ["iterdir", "unlink"])
+def test_lengths_that_cannot_be_removed_are_still_there(saved, tmp_path, monkeypatch, refused):
+    plans = first, second = saved("aa1"), saved("bb2")
+
+    def refuse(self: Path, **options):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, refused, refuse)
+        assert remove_lengths(plans, [], tmp_path / "next.yaml") == [first, second]
+    assert remove_lengths(plans, [], tmp_path / "next.yaml") == [second]
+    assert left(tmp_path) == ["bb2"]
+
+
+def test_a_file_that_may_not_be_looked_at_names_nothing(saved, tmp_path, monkeypatch):
+    """Such as a link into a folder of another user's."""
+    plans = _, second = saved("aa1"), saved("bb2")
+    tmp_path.joinpath("theirs").symlink_to("/home/theirs/plan.yaml")
+    look = os.stat
+
+    def refuse(path, **options):
+        if str(path).endswith("/theirs"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert remove_lengths(plans, [], tmp_path / "next.yaml") == [second]
+    assert left(tmp_path) == ["bb2"]

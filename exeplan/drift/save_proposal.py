@@ -8,7 +8,7 @@ the lengths' fingerprint: those of an earlier plan stay as they are until `remov
 import contextlib
 import os
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from exeplan.core.plan import Plan, save_plan
@@ -23,6 +23,15 @@ _LARGEST_PLAN = 1 << 18
 """Bytes of a file that may be a plan."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleared:
+    """What has become of the lengths of replaced plans."""
+
+    removed: tuple[Path, ...]
+    left: tuple[Plan, ...]
+    """Plans whose lengths are still there, those that cannot be removed included."""
+
+
 def save_proposal(proposal: Proposal, path: Path) -> Plan:
     """Writes the lengths, then the plan, so that a plan on disk is complete. Returns the plan with its references."""
     sample = Trace(*proposal.workload.sample(min(_MOST_ROWS, round(proposal.size)), seed=0))
@@ -35,18 +44,20 @@ def save_proposal(proposal: Proposal, path: Path) -> Plan:
     return named
 
 
-def remove_lengths(replaced: Sequence[Plan], kept: Iterable[Plan], path: Path) -> list[Plan]:
+def remove_lengths(replaced: Sequence[Plan], kept: Iterable[Plan], path: Path) -> Cleared:
     """Removes the lengths of plans that were saved at `path`, replaced there, and will not be adopted.
 
     What one of the `kept` plans names stays, and so does what a file in that folder names, such as a copy of the plan.
-    Returns the plans whose lengths are still there, those that cannot be removed included.
     """
+    removed: list[Path] = []
     named = {_file(plan) for plan in kept}
     if written := {file for plan in replaced if (file := _file(plan)) not in named and file}:
         for lengths in _unnamed(written, path.resolve().parent):
             with contextlib.suppress(OSError):
                 lengths.unlink()
-    return [plan for plan in replaced if (file := _file(plan)) and _may_be_there(file)]
+                removed.append(lengths)
+    left = tuple(plan for plan in replaced if (file := _file(plan)) and _may_be_there(file))
+    return Cleared(removed=tuple(removed), left=left)
 
 
 def same_lengths(plan: Plan, other: Plan) -> bool:

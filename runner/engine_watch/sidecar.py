@@ -197,8 +197,11 @@ class Sidecar:
         else:
             self._watch.vetoed(now=now)
             saved = save_proposal(proposal, self.server.output)
-            self._told.saved = remove_lengths([*self._told.saved, saved], [saved, self.plan], self.server.output)
             yield f"wrote {self.server.output} and, to start the server with it, {self._write_command(exported)}"
+            cleared = remove_lengths([*self._told.saved, saved], [saved, self.plan], self.server.output)
+            self._told.saved = cleared.left
+            for file in cleared.removed:
+                yield f"removed {file}, the lengths of a plan that was written before and replaced"
         self._told.proposed = proposal.plan
 
     def _put(self, proposal: Proposal, exported: Export, now: float) -> Iterator[str]:

@@ -9,6 +9,7 @@ Not here: what asks, and what a proposal leads to (`replanner.py`).
 
 import contextlib
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from, plan_problems
 from exeplan.planner.problems.problem import Problem
+from exeplan.runner import logs
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     ADVISOR_REQUESTS,
@@ -45,6 +47,7 @@ from exeplan.runner.ipc.messages import (
 )
 from exeplan.runner.replan.advisor_process import URGENT
 
+log = logging.getLogger("exeplan.replan")
 _NICENESS = 19
 _AUTOGROUP, _SESSION_NICENESS = Path("/proc/self/autogroup"), 10
 """A tenth of what another session gets of a processor that both want: with less a search would not end in time."""
@@ -130,7 +133,10 @@ class Advisor:
         """Of proposals that can no longer be adopted, by their number or by a plan's file."""
         if self._file:
             kept = [self._watch.plan, *(one.plan for one in self._proposals.values())]
-            self._saved = remove_lengths(self._saved, kept, self._file)
+            cleared = remove_lengths(self._saved, kept, self._file)
+            self._saved = [*cleared.left]
+            for file in cleared.removed:
+                log.info("removed %s, the lengths of a proposal that was replaced and not adopted", file)
 
     def _frontier(self) -> FrontierRows:
         from exeplan.planner.choice.optimize import optimize, with_frontier
@@ -164,6 +170,7 @@ def yield_to_others() -> None:
 
 def main() -> int:
     """Answers until its input ends. Returns 1 where that is no AdvisorRequest."""
+    logs.configure_child()
     if URGENT not in sys.argv[1:]:
         yield_to_others()
     output, sys.stdout = sys.stdout.buffer, sys.stderr  # What anything prints is no reply.

@@ -10,7 +10,7 @@ import pytest
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan, save_plan
 from exeplan.core.schedule import Schedule, single_stage
-from exeplan.drift.save_proposal import remove_lengths
+from exeplan.drift.save_proposal import Cleared, remove_lengths
 from exeplan.planner.load_problem import with_relative_references
 
 
@@ -35,9 +35,10 @@ def left(folder: Path) -> list[str]:
 
 def test_lengths_of_a_replaced_plan_are_removed_and_those_of_the_plan_on_disk_stay(saved, tmp_path):
     first, second = saved("aa1"), saved("bb2")
-    remove_lengths([first, second], [], tmp_path / "next.yaml")
+    removed = (Path(first.workload),)
+    assert remove_lengths([first, second], [], tmp_path / "next.yaml") == Cleared(removed=removed, left=(second,))
     assert left(tmp_path) == ["bb2"]
-    remove_lengths([first, second], [], tmp_path / "next.yaml")
+    assert remove_lengths([first, second], [], tmp_path / "next.yaml") == Cleared(removed=(), left=(second,))
     assert left(tmp_path) == ["bb2"]
 
 
@@ -66,8 +67,8 @@ def test_lengths_that_cannot_be_removed_are_still_there(saved, tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, refused, refuse)
-        assert remove_lengths(plans, [], tmp_path / "next.yaml") == [first, second]
-    assert remove_lengths(plans, [], tmp_path / "next.yaml") == [second]
+        assert remove_lengths(plans, [], tmp_path / "next.yaml") == Cleared(removed=(), left=(first, second))
+    assert remove_lengths(plans, [], tmp_path / "next.yaml").left == (second,)
     assert left(tmp_path) == ["bb2"]
 
 
@@ -83,5 +84,5 @@ def test_a_file_that_may_not_be_looked_at_names_nothing(saved, tmp_path, monkeyp
         return look(path, **options)
 
     monkeypatch.setattr(os, "stat", refuse)
-    assert remove_lengths(plans, [], tmp_path / "next.yaml") == [second]
+    assert remove_lengths(plans, [], tmp_path / "next.yaml").left == (second,)
     assert left(tmp_path) == ["bb2"]

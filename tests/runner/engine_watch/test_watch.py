@@ -121,7 +121,11 @@ def test_a_better_plan_is_written_with_its_command_once(make_plan):
 def test_lengths_of_a_plan_that_was_written_and_replaced_are_removed(make_plan):
     watch = sidecar(make_plan("chunked"), plug_in=False)
     traffic = [*requests(1600, 1, scale=2.0), *requests(1600, 2, scale=0.5)]
-    assert remarks(play(watch, Engine(), traffic)).count("wrote ") > 1
+    said = remarks(play(watch, Engine(), traffic))
+    assert said.count("wrote ") > 1
+    assert len(re.findall(r"^removed \S+/next-lengths-\w+\.csv, the lengths of a plan", said, re.MULTILINE)) == (
+        said.count("wrote ") - 1
+    )
     (lengths,) = watch.server.output.parent.glob("next-lengths-*.csv")
     assert Path(read_plan(watch.server.output).workload).resolve() == lengths.resolve()
 

@@ -2,6 +2,8 @@
 session; late replies are not mixed up."""
 
 import asyncio
+import json
+import logging
 import os
 import subprocess
 import sys
@@ -77,6 +79,21 @@ def test_something_else_than_a_request_ends_the_process_with_a_sentence():
     assert found.stderr.startswith(b"exeplan.replan: a message of 19 bytes does not fit AdvisorRequest: ")
 
 
+def test_it_logs_as_its_server():
+    code = "from exeplan.runner.replan import advisor; advisor.main(); advisor.log.info('here')"
+    paths = os.pathsep.join(filter(None, sys.path))
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, "EXEPLAN_LOG": "json,info"},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        capture_output=True,
+        check=True,
+    )
+    record = json.loads(found.stderr)
+    assert (record["logger"], record["message"]) == ("exeplan.replan", "here")
+
+
 RULES = Rules(every=1.0, dwell=0.0, least_requests=16, least_for_search=32)
 
 
@@ -116,7 +133,8 @@ def test_it_watches_the_plan_that_was_adopted_though_it_proposed_another_one_lat
     assert look(advisor, 131, outputs=40).planned.outputs.mean == pytest.approx(5, abs=1)
 
 
-def test_lengths_of_proposals_that_were_not_adopted_are_removed(plan, tmp_path):
+def test_lengths_of_proposals_that_were_not_adopted_are_removed_by_name(plan, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     file = tmp_path / "next.yaml"
     advisor = Advisor(WatchPlan(plan=as_json(plan), rules=RULES, file=str(file)))
     first, second, third = (
@@ -129,6 +147,8 @@ def test_lengths_of_proposals_that_were_not_adopted_are_removed(plan, tmp_path):
     assert there() == [True, True, True]  # Each may yet be adopted by its number.
     assert advisor.take(PlanAdopted(now=330.0, plan=first.number)) == AdvisorReady()
     assert there() == [True, False, True]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "exeplan.replan"]
+    assert said == f"removed {second.plan['workload']}, the lengths of a proposal that was replaced and not adopted"
     assert load_plan(file).workload in third.plan["workload"]
     fourth = proposed(advisor, 400, outputs=40)
     assert advisor.take(PlanAdopted(now=430.0, plan=fourth.number)) == AdvisorReady()

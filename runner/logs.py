@@ -14,7 +14,7 @@ from typing import Any
 
 REQUEST_ID: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 _ENVIRONMENT = "EXEPLAN_LOG"
-"""Passes the server's options to the engine process: FORMAT,LEVEL."""
+"""Passes the server's options to the processes of its host: FORMAT,LEVEL."""
 _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _STANDARD |= {"_ray_timestamp_ns"}  # Ray, once imported, adds it to every record.
 
@@ -31,10 +31,16 @@ def configure_child() -> None:
     _install(log_format, level)
 
 
-def configure_worker() -> None:
-    """Configures a worker as the server that it belongs to, or not at all without one, as in `exeplan bench`."""
-    if _ENVIRONMENT in os.environ:
-        configure_child()
+def server_options() -> str | None:
+    """FORMAT,LEVEL of the server that this process belongs to; None without one, as in `exeplan bench`."""
+    return os.environ.get(_ENVIRONMENT)
+
+
+def configure_worker(options: str | None) -> None:
+    """Configures a worker by its engine's `server_options`: on another host its own environment has none."""
+    if options is not None:
+        log_format, _, level = options.partition(",")
+        _install(log_format, level)
 
 
 def _install(log_format: str, level: str) -> None:

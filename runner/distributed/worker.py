@@ -85,13 +85,13 @@ _LOADING_PAUSE = 0.2
 def main(connection: socket.socket) -> NoReturn:
     """Runs until the engine is gone or something fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's interrupt is handled by the engine.
-    logs.configure_worker()
     commands, reports = Commands(), Reports(connection)
     threading.Thread(target=_read, args=(connection, commands, reports), daemon=True).start()
     try:
         setup = commands.get()
         if not isinstance(setup, WorkerSetup):
             raise _out_of_order(setup)
+        logs.configure_worker(setup.logs)
         worker = Worker(setup, reports)
         commands.on_expect = worker.expect
         reports.send(WorkerReady(capacity=worker.capacity))

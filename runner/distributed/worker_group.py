@@ -46,6 +46,7 @@ from exeplan.runner.ipc.messages import (
     WorkerRefused,
     WorkerSetup,
 )
+from exeplan.runner.logs import server_options
 
 log = logging.getLogger(__name__)
 LOAD_SECONDS = 600.0
@@ -151,6 +152,7 @@ class WorkerGroup:
                 prefix=f"generation-{generation}",
                 buffers=buffers,
                 links=links,
+                logs=server_options(),
             )
             self.send([rank], command)
         threading.Thread(target=self._watch, args=(self.pids,), daemon=True).start()

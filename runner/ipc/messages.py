@@ -572,6 +572,8 @@ class WorkerSetup(Message, frozen=True):
     """By stage: shared memory in which its ranks add up; None where torch.distributed does."""
     links: dict[str, str | None]
     """By `sender-receiver`: shared memory for the hidden states between two ranks of one host."""
+    logs: str | None
+    """FORMAT,LEVEL of the server's logs; None without a server."""
 
 
 class NewSequence(Part, frozen=True):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,30 @@ def test_a_model_that_cannot_be_loaded_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="safetensors"):
         begin(PIPELINE, model=str(tmp_path), dummy_weights=False)
     eventually(lambda: {pid for pid in descendants(os.getpid()) if is_alive(pid)} <= before)
+
+
+LOGGING = """
+from exeplan.runner import logs
+from exeplan.runner.distributed.launcher import start_fork_server
+from tests.runner.distributed.supervisor import PIPELINE, begin
+start_fork_server()  # As on another host, whose processes have not the server's environment.
+logs.configure("json", "info")
+begin(PIPELINE).kill()
+"""
+
+
+def test_workers_log_as_their_engine_though_they_have_another_environment():
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), *sys.path]))
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", LOGGING],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    messages = [json.loads(line)["message"] for line in found.stderr.splitlines()]
+    assert len([one for one in messages if one.startswith("allocating a KV cache of ")]) == len(PIPELINE)
 
 
 @pytest.fixture

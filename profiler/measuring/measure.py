@@ -44,7 +44,7 @@ from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.engine.tokenizer import Tokenizer
 
 _WARM_PASSES, _PASSES = 4, 5
-_WARM_PASSES_ALONE, _PASSES_ALONE = 1, 2
+_WARM_PASSES_ALONE, _PASSES_ALONE = 2, 2
 """On a CPU with one thread."""
 _WARM_SECONDS, _TIMED_SECONDS = 0.06, 0.1
 _LONG_PASS_SECONDS = 0.15
@@ -195,7 +195,8 @@ class Rig:
         return found
 
     def _warm(self, point: Point, forward: Callable[[], Tensor]) -> None:
-        """Fills the caches: a pass of a small model after something else is up to a fifth slower than the next ones.
+        """Fills the caches: a pass of a small model after something else is up to a fifth slower, the second one
+        up to 6 %.
 
         The first pass ever also lets libraries prepare for its shape. Of a long pass nothing is left in a cache.
         """

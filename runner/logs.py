@@ -27,8 +27,7 @@ def configure(log_format: str, level: str) -> None:
 
 def configure_child() -> None:
     """Configures a process that a configured one has started; otherwise as `text` and `info`."""
-    log_format, _, level = os.environ.get(_ENVIRONMENT, "text,info").partition(",")
-    _install(log_format, level)
+    _install(*os.environ.get(_ENVIRONMENT, "text,info").split(","))
 
 
 def server_options() -> str | None:
@@ -39,8 +38,7 @@ def server_options() -> str | None:
 def configure_worker(options: str | None) -> None:
     """Configures a worker by its engine's `server_options`: on another host its own environment has none."""
     if options is not None:
-        log_format, _, level = options.partition(",")
-        _install(log_format, level)
+        _install(*options.split(","))
 
 
 def _install(log_format: str, level: str) -> None:

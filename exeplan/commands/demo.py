@@ -2,7 +2,7 @@
 
 Profiles the demo model on the CPU, plans it for three policies under one latency bound, and runs the plans on one
 engine, in slices of load in the order A B C C B A. Prints what was predicted and measured, as it was and at the speed
-that the machine had while it was profiled, and draws it. About 80 seconds on two cores.
+that the machine had while it was profiled, and draws it. Under 100 seconds on two cores.
 """
 
 import argparse

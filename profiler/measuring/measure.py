@@ -313,9 +313,9 @@ class Rig:
 
     def _sampling_seconds(self, logits_RV: Tensor) -> float:
         """How long it takes to sample greedily from fresh logits."""
-        start = self._now()
+        start = self.now()
         sample(logits_RV, [_GreedyRow()] * len(logits_RV))
-        return (self._now() - start) * 1e-9
+        return (self.now() - start) * 1e-9
 
     @contextmanager
     def _timed_sampling(self) -> Iterator[list[float]]:
@@ -323,9 +323,9 @@ class Rig:
         seconds: list[float] = []
 
         def timed(logits_RV: Tensor, rows: Sequence[SamplingInput], masks: Masks) -> list[SampledToken | None]:
-            start = self._now()
+            start = self.now()
             tokens = sample(logits_RV, rows, masks)
-            seconds.append((self._now() - start) * 1e-9)
+            seconds.append((self.now() - start) * 1e-9)
             return tokens
 
         setattr(execution, "sample", timed)  # noqa: B010 - it is imported there, not exported
@@ -336,11 +336,11 @@ class Rig:
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
         """The result, and the seconds it took."""
-        began = self._now()
+        began = self.now()
         result = work()
         synchronize(self.place)
-        return result, (self._now() - began) * 1e-9
+        return result, (self.now() - began) * 1e-9
 
-    def _now(self) -> int:
+    def now(self) -> int:
         """Nanoseconds on the clock that the parts are timed by; on a GPU on the wall clock."""
         return time.thread_time_ns() if self.alone else time.perf_counter_ns()

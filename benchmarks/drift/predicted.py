@@ -28,7 +28,7 @@ class PredictedDevice:
     phases: tuple[str, ...] = ("",)
     num_prefill_stages = num_decode_stages = 1
     async_scheduling = False
-    room = None
+    kv_budget = None
 
     def __init__(self, spec: ModelSpec, cost: CostModel, slowdown: float) -> None:
         self.spec, self._cost, self._slowdown = spec, cost, slowdown

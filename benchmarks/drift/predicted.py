@@ -12,12 +12,15 @@ from benchmarks.drift.figures import AHEAD, Served
 from exeplan.core.batch import BLOCK_SIZE, Batch
 from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan
+from exeplan.core.profile import ReferencePass
 from exeplan.drift.state import Rules
 from exeplan.drift.watch import Watch
 from exeplan.planner.load_problem import plan_problem
+from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.tokens.sampling import SampledToken, SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import BatchDone, sampled_requests
+from exeplan.runner.engine.kv_regions import KVRegion
 from exeplan.simulator.cost import CostModel
 from exeplan.workload.workload import Trace
 
@@ -28,7 +31,7 @@ class PredictedDevice:
     phases: tuple[str, ...] = ("",)
     num_prefill_stages = num_decode_stages = 1
     async_scheduling = False
-    kv_budget = None
+    kv_budget: KVBudget | None = None
 
     def __init__(self, spec: ModelSpec, cost: CostModel, slowdown: float) -> None:
         self.spec, self._cost, self._slowdown = spec, cost, slowdown
@@ -57,6 +60,15 @@ class PredictedDevice:
 
     def release(self, request_id: str) -> None:
         """No state is held."""
+
+    def reference_passes(self, passes: Sequence[ReferencePass]) -> None:
+        """Its speed is known."""
+
+    def save(self, path: str, regions: Sequence[KVRegion]) -> Sequence[int]:
+        raise AssertionError("a predicted device keeps no keys and values")
+
+    def restore(self, path: str, regions: Sequence[KVRegion]) -> None:
+        raise AssertionError("a predicted device keeps no keys and values")
 
     def restart(self) -> None:
         raise AssertionError("a predicted device has no workers to restart")

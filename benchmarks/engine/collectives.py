@@ -31,9 +31,12 @@ ROUNDS, CALLS, RANKS = 30, 100, 2
 def run_rank(rank: int, folder: str, buffer: str) -> None:
     """One of the processes; rank 0 prints the median seconds by way and size."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    groups = {"gloo": DistributedGroup(), "shared memory": SharedMemoryGroup(buffer, rank, RANKS, 60.0)}
+    where = (Path(folder) / "store").resolve().as_uri()
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=RANKS)
+    groups: dict[str, Group] = {
+        "gloo": DistributedGroup(),
+        "shared memory": SharedMemoryGroup(buffer, rank, RANKS, 60.0),
+    }
     seconds: dict[str, list[float]] = {}
     for size in SIZES:
         for _ in range(ROUNDS):

@@ -57,7 +57,9 @@ def make_checkpoint(folder: str, shape: str) -> None:
     import transformers
 
     torch.manual_seed(0)
-    ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0, "vocab_size": VOCABULARY}
+    ids: dict[str, Any] = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0, "vocab_size": VOCABULARY}
+    heads: dict[str, Any]
+    config: Any
     if shape == "t5-60m":
         heads = {"num_layers": 6, "d_model": 512, "num_heads": 8, "d_kv": 64, "d_ff": 2048}
         config = transformers.T5Config(**heads, **ids, decoder_start_token_id=0, tie_word_embeddings=True)

@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
@@ -123,7 +124,13 @@ def ask(ends: "list[Connection[bool, Round]]") -> Round:
 def rows_of(one: Times, two: Times) -> list[Row]:
     """One core is alone, whatever the halves are."""
     return [
-        Row(n, median(one, PARTS[0], n), *(median(two, p, n // 2) for p in PARTS[1:3]), median(two, PARTS[3], n))
+        Row(
+            n,
+            whole=median(one, PARTS[0], n),
+            first=median(two, PARTS[1], n // 2),
+            last=median(two, PARTS[2], n // 2),
+            rank=median(two, PARTS[3], n),
+        )
         for n in REQUESTS
     ]
 
@@ -156,11 +163,11 @@ def all_passes() -> dict[tuple[str, int], Callable[[], float]]:
         PARTS[2]: Shard(layers=(half, layers), first=False),
         PARTS[3]: Shard(layers=(0, layers), group=Half()),
     }
-    found = {}
+    found: dict[tuple[str, int], Callable[[], float]] = {}
     for part, shard in shards.items():
         runner = ModelRunner(spec, shard=shard, num_blocks=8 * max(REQUESTS), dummy_weights=True)
         for rows in REQUESTS if shard.num_layers == layers else [n // 2 for n in REQUESTS]:
-            found[part, rows] = lambda runner=runner, rows=rows: milliseconds(runner, rows)
+            found[part, rows] = partial(milliseconds, runner, rows)
     return found
 
 

@@ -87,6 +87,7 @@ def _rows(profiles: Sequence[Profile], slower: Sequence[float]) -> Iterator[dict
     for name in WORKLOADS:
         workload = fitted(load_workload(name), profiles[0].model, fit=True)
         for plan in plans_of(profiles[0], workload, resolve_policies("auto"), slack=_SLACK):
+            assert plan.bound is not None
             found = [make_problem(profile, workload, plan.bound).evaluate(plan.schedule) for profile in profiles]
             figures = {}
             for figure, power in zip(_FIGURES, (1, -1), strict=True):

@@ -88,7 +88,7 @@ def _prefills(setting: Setting) -> Iterator[Case]:
         return setting.kernels.ragged_attention(q, k, v, behind, scale=scale, cache=cache)
 
     moved = (chunk * (2 * heads + kept) + context * kept) * size
-    flops = 4 * chunk * (context + chunk / 2) * heads
+    flops = 2 * chunk * (2 * context + chunk) * heads
     name = f"ragged attention, a chunk of {chunk} behind {context}"
     yield Case(name, lambda: (*qkv(chunk), _paged(setting, 1, context)), cached, None, moved, flops)
     yield from _mixed(setting, qkv, moved_a_token=2 * heads + kept)

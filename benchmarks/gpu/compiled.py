@@ -135,7 +135,8 @@ def compiled(number: int, only: str = "") -> list[dict[str, Any]]:
     target, gpu, launches = TARGETS[number], NamedGpu(), []
     gpu.number = number
     driver.set_active(gpu)
-    paged_attention._num_multiprocessors = lambda device: target.multiprocessors
+    kernels: Any = paged_attention
+    kernels._num_multiprocessors = lambda device: target.multiprocessors
     run = JITFunction.run
 
     def compile_only(function: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
@@ -197,7 +198,7 @@ def _reading(launch: Launch, target: Target) -> dict[str, Any]:
         file.flush()
         usage = _output(bins / "cuobjdump", "--dump-resource-usage", file.name)
         sass = _output(bins / "cuobjdump", "-sass", file.name)
-    registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))
+    registers, stack = (int(re.findall(rf"{word}:(\d+)", usage)[0]) for word in ("REG", "STACK"))
     threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
     resident = _resident(target, threads=threads, registers=registers, shared=shared)
     return {

@@ -8,6 +8,7 @@ each weight of the layers and token, and those of causal attention.
 """
 
 import time
+from typing import Any
 
 import torch
 
@@ -47,7 +48,12 @@ def run(setting: Setting, clock: Clock) -> Section:
 
 def _runner(setting: Setting, batch: int, context: int) -> ModelRunner:
     paged_with = setting.kernels if setting.smoke else None
-    options = {"dtype": setting.dtype, "device": str(setting.place), "dummy_weights": True, "paged_with": paged_with}
+    options: dict[str, Any] = {
+        "dtype": setting.dtype,
+        "device": str(setting.place),
+        "dummy_weights": True,
+        "paged_with": paged_with,
+    }
     runner = ModelRunner(setting.spec, num_blocks=1, **options)
     wanted = batch * num_blocks_for(_longest(setting, batch, context))
     if setting.place.type == "cuda":

@@ -122,7 +122,12 @@ def _second(play: Callable[[], object], setting: Setting) -> float:
 def _exeplan(setting: Setting, work: Work) -> float:
     paged_with = setting.kernels if setting.smoke else None
     blocks = sum(num_blocks_for(len(prompt) + output + 1) for prompt, output in work)
-    options = {"dtype": setting.dtype, "device": str(setting.place), "dummy_weights": True, "paged_with": paged_with}
+    options: dict[str, Any] = {
+        "dtype": setting.dtype,
+        "device": str(setting.place),
+        "dummy_weights": True,
+        "paged_with": paged_with,
+    }
     runner = ModelRunner(setting.spec, num_blocks=blocks, **options)
     warm_up_runner(runner, len(work))
 

@@ -163,7 +163,7 @@ class _Driver:
     def __init__(self, setting: Setting, profile: Profile) -> None:
         self._profile, self._cost = profile, CostModel(profile)
         paged_with = setting.kernels if setting.smoke else None
-        options = {"dtype": profile.dtype, "device": str(setting.place), "dummy_weights": True}
+        options: dict[str, Any] = {"dtype": profile.dtype, "device": str(setting.place), "dummy_weights": True}
         self._runner = ModelRunner(profile.model, num_blocks=1, paged_with=paged_with, **options)
         blocks = 1024
         if setting.place.type == "cuda":
@@ -185,7 +185,7 @@ class _Driver:
         return self._summary(law, self._replayed(plan, load, blocks)), self._summary(law, records)
 
     def _replayed(self, plan: Plan, load: Load, blocks: int) -> Any:
-        lengths = {"input_tokens": load.input_tokens, "output_tokens": load.output_tokens}
+        lengths: dict[str, Any] = {"input_tokens": load.input_tokens, "output_tokens": load.output_tokens}
         return replay(plan.schedule, self._cost, num_blocks=blocks, **lengths).requests
 
     def _summary(self, law: Workload, records: Any) -> Estimate:

@@ -185,13 +185,13 @@ def _claims(drifts: list[Drift]) -> list[Claim]:
     fastest = max(waa, key=lambda d: d.planned.throughput, default=None)
     waa = [d for d in waa if fastest and d.schedule.policy == fastest.schedule.policy]
     free = [d for d in drifts if d.schedule.policy == "waa-c" and not isfinite(d.bound)]
-    rises = {
+    by_change = {
         "WAA, mean + 15 %: p99 over all requests rises, %": (13, _rise(waa, "mean x 1.15", all_requests=True)),
         "WAA, mean + 15 %: planned length's latency rises, %": (10, _rise(waa, "mean x 1.15")),
         "WAA, std + 30 %: p99 over all requests rises, %": (5, _rise(waa, "std x 1.3", all_requests=True)),
         "WAA, std + 30 %: planned length's latency rises, %": (0, _rise(waa, "std x 1.3")),
     }
-    claims = [Claim(what=what, paper=paper, ours=ours, reason=_WAA) for what, (paper, ours) in rises.items()]
+    claims = [Claim(what=what, paper=paper, ours=ours, reason=_WAA) for what, (paper, ours) in by_change.items()]
     largest = _percent([abs(d.gain) for d in free if d.gain is not None and d.change.startswith("mean")])
     claims.append(
         Claim(what="WAA without a bound, mean: largest throughput difference, %", paper=20, ours=largest, reason=_FREE)

@@ -24,10 +24,11 @@ def part(settings: Settings) -> Part:
     for deployment, paper in ((OPT_13B, 18.0), (GPT3_101B, 29.0)):
         for task in ("T", "G"):
             problem = problem_of(deployment, task, settings.profiles)
-            found = {"FT": _ft(problem)} | {policy: _waa(problem, policy) for policy in ("waa-c", "waa-m")}
+            ft = _ft(problem)
+            found = {"FT": ft} | {policy: _waa(problem, policy) for policy in ("waa-c", "waa-m")}
             rows += [(f"{deployment}, {task}", name, *cells) for name, cells in found.items() if cells]
             extra = [cells[0] for name, cells in found.items() if cells and name != "FT"]
-            claims += [_claim(deployment, task, problem, found["FT"], extra[0], paper)] if extra else []
+            claims += [_claim(deployment, task, problem, ft, extra[0], paper)] if extra else []
     return Part(
         title="Figure 9: GB of weights and KV cache over all GPUs, without a bound",
         header=("scenario", "system", "weights GB", "KV GB", "fullest prefill GPU GB", "fullest other GPU GB"),

@@ -58,31 +58,21 @@ def on_whole_machines(problem: Problem) -> Problem:
     return replace(problem.at(placement), cluster=None)
 
 
-@dataclass(frozen=True, slots=True)
 class Packing:
     """The clock of a pipeline that computes each prompt of a batch at its own length."""
 
-    clock: Clock
-    prompt_law: LengthLaw
-
-    @property
-    def first_token_from_prefill(self) -> bool:
-        return self.clock.first_token_from_prefill
-
-    @property
-    def prefill_stages(self) -> tuple[int, ...]:
-        return self.clock.prefill_stages
-
-    @property
-    def decode_stages(self) -> tuple[int, ...]:
-        return self.clock.decode_stages
+    def __init__(self, clock: Clock, prompt_law: LengthLaw) -> None:
+        self._clock, self._prompt_law = clock, prompt_law
+        self.first_token_from_prefill = clock.first_token_from_prefill
+        self.prefill_stages, self.decode_stages = clock.prefill_stages, clock.decode_stages
+        self.num_prefill_servers = clock.num_prefill_servers
 
     def seconds(self, cycle: Cycle) -> Floats:
         """[stages, passes]."""
-        return self.clock.seconds(replace(cycle, prompt_law=self.prompt_law, padded=False))
+        return self._clock.seconds(replace(cycle, prompt_law=self._prompt_law, padded=False))
 
     def kv_transfer_seconds(self, num_tokens: float) -> float:
-        return self.clock.kv_transfer_seconds(num_tokens)
+        return self._clock.kv_transfer_seconds(num_tokens)
 
 
 def static_points(placed: Problem, *, pads: bool = False, prefills: tuple[int, ...] = (1,)) -> list[Point]:

@@ -56,7 +56,7 @@ _LOADING = {GPT3_39B: (16, 0.9, 2.1), GPT3_101B: (32, 1.3, 7.1), GPT3_175B: (32,
 """Table 4: GPUs, seconds from DRAM and from SSD."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StageTimes:
     """The clock of a single stage whose passes take two constant times."""
 
@@ -65,6 +65,7 @@ class StageTimes:
     first_token_from_prefill: bool = True
     prefill_stages: tuple[int, ...] = (0,)
     decode_stages: tuple[int, ...] = (0,)
+    num_prefill_servers: int = 1
 
     def seconds(self, cycle: Cycle) -> Floats:
         """[1, passes]."""

@@ -81,7 +81,8 @@ def _rates(number: int, measured: Mapping[str, float]) -> tuple[list[tuple[objec
     """The most of every system over rising rates."""
     order, variance = ("das" if number < 11 else "fcfs"), (100.0 if number == 12 else 20.0)
     most = [_most(order, variance, "utility" if number == 9 else "throughput", host) for host in _HOSTS]
-    rows, claims = [], []
+    rows: list[tuple[object, ...]] = []
+    claims = []
     for other, paper in zip(("naive", "turbo"), _RATIOS[number], strict=True):
         for ours in ("concat", "slots"):
             ratios = [one[ours] / one[other] for one in most]
@@ -167,7 +168,9 @@ def _orders(measured: list[dict[str, Any]]) -> tuple[list[tuple[object, ...]], l
         for factor, load, variance in product((0.25, 0.5, 1.0, 2.0), (1.5, 3.0), (20.0, 100.0))
     }
     plain = [row["das"] / row["sjf"] for row in measured if "weights" not in row["setting"]]
-    rows = [(15, f"DAS over SJF, {what}", 1.4, ratio, ratio, "-") for what, ratio in found.items()]
+    rows: list[tuple[object, ...]] = [
+        (15, f"DAS over SJF, {what}", 1.4, ratio, ratio, "-") for what, ratio in found.items()
+    ]
     rows.append((15, "DAS over SJF, most of the engine's settings", 1.4, "-", "-", max(plain)))
     largest = max(found, key=lambda what: found[what])
     return rows, [Claim(what=f"figure 15: DAS over SJF, most ({largest})", paper=1.4, ours=found[largest], reason=_SJF)]

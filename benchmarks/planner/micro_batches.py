@@ -7,6 +7,8 @@ of several stages. The planner tries half as many as stages, as many, and twice 
 records/micro-batches.json.
 """
 
+from typing import Any
+
 from benchmarks.lib.record import write_record
 from benchmarks.paper.setting import GPT3_39B, OPT_13B, T5_11B, Scenario, bounded, problem_of
 from benchmarks.paper.systems import bounds, on_whole_machines, static_points
@@ -25,7 +27,7 @@ RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 def main() -> None:
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for scenario in SCENARIOS:
         problem = problem_of(scenario.deployment, scenario.task)
         found = bounds(static_points(on_whole_machines(problem)))
@@ -62,7 +64,7 @@ def _found(grid: Grid, at_least: float) -> float:
     return result.best.outcome.throughput if result.best else 0.0
 
 
-def _cells(row: tuple[str, ...]) -> tuple[str, ...]:
+def _cells(row: tuple[Any, ...]) -> tuple[str, ...]:
     return (row[0], *(f"{value:.4g}" for value in row[1:]))
 
 

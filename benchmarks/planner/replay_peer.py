@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from exeplan.core.batch import Batch, Chunk, SequenceState
 from exeplan.core.models.model import ModelSpec
@@ -40,7 +41,7 @@ def write_files(folder: Path, cost: CostModel, *, slots: int, budget: int, input
     _write(folder / "send_recv.csv", sends)
 
 
-def run(python: str, folder: Path, *, stages: int, slots: int, budget: int, blocks: int) -> dict[str, float | str]:
+def run(python: str, folder: Path, *, stages: int, slots: int, budget: int, blocks: int) -> dict[str, Any]:
     """One run of the peer: CPU seconds of its predictor and of its simulation, passes, simulated seconds."""
     options = {"stages": stages, "slots": slots, "budget": budget, "blocks": blocks}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]

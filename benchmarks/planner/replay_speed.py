@@ -78,7 +78,7 @@ def main() -> None:
     print(f"\nrecord: {path}")
 
 
-def compare(python: str, stages: int, count: int, *, repeats: int) -> dict[str, object]:
+def compare(python: str, stages: int, count: int, *, repeats: int) -> dict[str, Any]:
     """`chunked` here and in the peer on the same requests, in turns; medians."""
     slots, budget = SCHEDULES["chunked"]["max_num_seqs"], SCHEDULES["chunked"]["max_num_batched_tokens"]
     inputs, outputs = load_workload(WORKLOAD).sample(count, seed=0)
@@ -88,7 +88,7 @@ def compare(python: str, stages: int, count: int, *, repeats: int) -> dict[str, 
         one_stage = cost_model(1, separate=False)
         replay_peer.write_files(folder, one_stage, slots=slots, budget=budget, inputs=inputs, outputs=outputs)
         first = replay_peer.run(python, folder, **options)
-        ours, theirs = [], []
+        ours, theirs = list[dict[str, Any]](), list[dict[str, Any]]()
         for _ in range(repeats):
             ours.append(measured_apart("chunked", stages, count))
             theirs.append(replay_peer.run(python, folder, **options))

@@ -62,6 +62,7 @@ _BY_DEPLOYMENT = ("deployment", "known", "cases", "broken", "refused", "kept, me
 
 Key = tuple[str, str, str]
 """Bounds, what is known, and margin."""
+Deployment = tuple[str, str, str, str]
 
 
 def main() -> None:
@@ -80,7 +81,7 @@ def main() -> None:
     print(f"record: {write_record('planner-risk-corrected', {'left_out': shown, 'deployments': by_deployment})}")
 
 
-def judged(samples: Sequence[Sample], left: tuple[str, str, str, str]) -> dict[Key, Tally]:
+def judged(samples: Sequence[Sample], left: Deployment) -> dict[Key, Tally]:
     """Picks among one deployment's runs, by a law without them."""
     known = [s for s in samples if s.name.deployment != left]
     own = [s for s in samples if s.name.deployment == left]
@@ -114,7 +115,7 @@ def _rows(found: Sequence[Mapping[Key, Tally]]) -> Iterator[tuple[str, ...]]:
                 yield bounds, known, margin, cases, broken, total.interval, *others
 
 
-def _deployment_rows(found: Mapping[tuple[str, ...], Mapping[Key, Tally]]) -> Iterator[tuple[str, ...]]:
+def _deployment_rows(found: Mapping[Deployment, Mapping[Key, Tally]]) -> Iterator[tuple[str, ...]]:
     """Under twelve bounds a group, with the margin."""
     for name, tallies in found.items():
         for known in _KNOWN:

@@ -125,7 +125,7 @@ def _rates(base: float) -> Floats:
 def _policies(curve: RateCurve, base: float, start: float) -> dict[str, tuple[int, Wanted]]:
     """By name how many there are at first, and how many are wanted later."""
     low, high = (curve.needed(base * times) for times in (1, 2))
-    least = {"curve": curve, "most": MOST, "start_seconds": start}
+    least: dict[str, Any] = {"curve": curve, "most": MOST, "start_seconds": start}
     return {
         "fixed for the base rate": (low, lambda seen: low),
         "fixed for twice that": (high, lambda seen: high),

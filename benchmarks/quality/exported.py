@@ -172,6 +172,7 @@ def plans() -> Iterator[tuple[str, Plan]]:
     """By what is particular about each."""
     stage = Stage(devices=tuple(range(8)), layers=(0, 80))
     chunked = Schedule("chunked", {"max_num_seqs": 256, "max_num_batched_tokens": 2048})
+    figures: dict[str, Any] = dict.fromkeys(_FIGURES, 10.0)
     base = Plan(
         model="llama-3.1-70b",
         schedule=chunked,
@@ -181,7 +182,7 @@ def plans() -> Iterator[tuple[str, Plan]]:
         device="cuda",
         kv_cache_tokens=100_000,
         bound=Bound(seconds=20.0),
-        estimate=Estimate(**dict.fromkeys(_FIGURES, 10.0), kv_tokens=1e5, memory_bytes_per_gpu=7e10),
+        estimate=Estimate(**figures, kv_tokens=1e5, memory_bytes_per_gpu=7e10),
     )
     yield "chunked", base
     yield "orca", replace(base, schedule=Schedule("orca", {"max_num_seqs": 64}))

@@ -116,8 +116,8 @@ class _Run:
     @contextmanager
     def _load(self, url: str, workload: str) -> Iterator[None]:
         words = ("bench", url, "--workload", workload, "--fit-context", "--vocab-size", "2048", "--duration", "900s")
-        words += ("--concurrency", str(self._clients), "--requests", "100000")
-        with _process(*words, log=self._folder / "load.log"):
+        at_once = ("--concurrency", str(self._clients), "--requests", "100000")
+        with _process(*words, *at_once, log=self._folder / "load.log"):
             time.sleep(self._args.seconds / 4)  # Until the batch is full.
             yield
 

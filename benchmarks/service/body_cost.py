@@ -50,7 +50,7 @@ def _messages(one: str, *, opening: str = "[", closing: str = "]") -> Body:
 
 
 _PARTS = '[{"role":"user","content":['
-_OBJECT = {"opening": "{", "closing": "}"}
+_OBJECT: dict[str, Any] = {"opening": "{", "closing": "}"}
 BODIES: dict[str, Body] = {
     "text": _text("prompt", "a "),
     "escaped text": _text("prompt", "\\u0001"),

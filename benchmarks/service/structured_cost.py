@@ -115,7 +115,9 @@ def _token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 def llguidance(tokenizer: Tokenizer) -> Compiler:
     from llguidance import LLMatcher, LLTokenizer
 
-    vocabulary = LLTokenizer(tokenizer.to_str(), tokenizer.get_vocab_size(), [tokenizer.token_to_id(_END)])
+    end = tokenizer.token_to_id(_END)
+    assert end is not None
+    vocabulary = LLTokenizer(tokenizer.to_str(), tokenizer.get_vocab_size(), [end])
 
     class Guided:
         def __init__(self, kind: str, value: Any) -> None:

@@ -40,8 +40,13 @@ class Tally:
     draws: int = 1
 
     def __add__(self, other: "Tally") -> "Tally":
-        sums = (getattr(self, name) + getattr(other, name) for name in ("cases", "broken", "refused", "kept"))
-        return Tally(*sums, max(self.draws, other.draws))
+        return Tally(
+            cases=self.cases + other.cases,
+            broken=self.broken + other.broken,
+            refused=self.refused + other.refused,
+            kept=self.kept + other.kept,
+            draws=max(self.draws, other.draws),
+        )
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -113,7 +118,8 @@ def with_reach(law: CalibrationLaw, samples: Sequence[Sample]) -> CalibrationLaw
         for _ in range(_DRAWS if len(own) > _OWN else 0):
             picked = set(draw.choice(len(own), _OWN, replace=False).tolist())
             found = with_own(rest, [own[i] for i in picked])
-            drawn.append(([s for i, s in enumerate(own) if i not in picked], found))
+            others: Sequence[Sample] = [s for i, s in enumerate(own) if i not in picked]
+            drawn.append((others, found))
         cases += [drawn] if drawn else []
     enough = bisect_left(_REACHES, True, key=lambda reach: _broken(cases, reach) <= RISK)
     return replace(law, reach=_REACHES[min(enough, len(_REACHES) - 1)])

@@ -4,6 +4,7 @@
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,13 @@ class Setting:
     options: EngineOptions
 
 
-_START = {"layer": 5e-6, "row": 15e-6, "all_reduce_skew": 3e-6, "uncaptured_layer": 0.3e-3, "prefill_factor": 1.05}
+_START: dict[str, Any] = {
+    "layer": 5e-6,
+    "row": 15e-6,
+    "all_reduce_skew": 3e-6,
+    "uncaptured_layer": 0.3e-3,
+    "prefill_factor": 1.05,
+}
 
 
 def start_setting(engine: str) -> Setting:

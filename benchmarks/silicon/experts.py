@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.lib.record import write_record
 from benchmarks.silicon.engines import DEVICES, predict, shipped_setting
@@ -96,7 +97,7 @@ def _deployments(pairs: Sequence[Pair]) -> Mapping[tuple[object, ...], list[Pair
     return groups
 
 
-def _judged(group: Sequence[Pair], cut_by_width: Sequence[Pair]) -> dict[str, object]:
+def _judged(group: Sequence[Pair], cut_by_width: Sequence[Pair]) -> dict[str, Any]:
     row, found = group[0][0], errors(group)
     layout = show_sharding(row.sharding) or "one GPU"
     shown = (f"{100 * found[name][0]:.1f}" for name in ("ttft", "tpot", "e2e"))

@@ -5,12 +5,11 @@ Then the constants by least squares (soft L1) of the logarithms of TPOT and E2E 
 passes stay those of a replay; then once more on the passes of a replay with these constants.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,12 +34,19 @@ Settings = Mapping[tuple[str, ...], Setting]
 """By deployment."""
 
 
+class Pool(Protocol):
+    """What is used of the executors of `concurrent.futures`."""
+
+    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], chunksize: int = 1) -> Iterator[Any]:
+        """The results in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Replays:
     """Predictions of rows, several at a time."""
 
     data: Path
-    pool: Executor
+    pool: Pool
 
     def pairs(self, rows: Sequence[Row], settings: Settings) -> list[Pair]:
         of_rows = [settings[row.deployment] for row in rows]
@@ -51,7 +57,7 @@ class Replays:
         return list(self.pool.map(partial(pass_costs, self.data), rows, of_rows, chunksize=4))
 
 
-def fitted_settings(data: Path, rows: Sequence[Row], pool: Executor) -> dict[int, dict[tuple[str, ...], Setting]]:
+def fitted_settings(data: Path, rows: Sequence[Row], pool: Pool) -> dict[int, dict[tuple[str, ...], Setting]]:
     """By half and deployment, each from the rows of that half alone.
 
     A deployment that only the other half has takes its engine's, with no idle slots.
@@ -74,7 +80,7 @@ def settings_without(left: Collection[Row], rows: Sequence[Row], replays: Replay
     return _fitted(fitted_on, deployments, replays)
 
 
-def _fitted(rows: Sequence[Row], deployments: set[tuple[str, ...]], replays: Replays) -> Settings:
+def _fitted(rows: Sequence[Row], deployments: Collection[tuple[str, ...]], replays: Replays) -> Settings:
     """Constants with the engine's known options, then its options, then the constants again."""
     settings = _with_constants(dict.fromkeys(deployments, start_setting(rows[0].engine)), rows, replays)
     return _with_constants(_with_conduct(settings, rows, replays), rows, replays)

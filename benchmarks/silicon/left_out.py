@@ -39,8 +39,8 @@ _LEAST_MEMORY_SHARE = 0.78
 class _Alone:
     """An executor within a process of a pool."""
 
-    def map(self, function: Callable[..., Any], *values: Iterable[Any], chunksize: int = 1) -> Iterator[Any]:
-        return map(function, *values)
+    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], chunksize: int = 1) -> Iterator[Any]:
+        return map(fn, *iterables)
 
 
 def deployment_name(row: Row) -> tuple[object, ...]:

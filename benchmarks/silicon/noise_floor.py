@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize
@@ -115,7 +116,7 @@ def _of_deployment(samples: Sequence[Sample], left: tuple[str, str, str, str]) -
         chosen = set(draw.choice(len(own), _OWN, replace=False).tolist())
         others = [s for i, s in enumerate(own) if i not in chosen]
         drawn.append(_case(others, with_own(law, [own[i] for i in chosen])))
-    cases = {
+    cases: dict[str, Any] = {
         "interpolated": [(own, interpolated)],
         "one correction": [_case(own, with_own(law, own))],
         "none of its runs": [_case(own, law.correction(own[0].name))],

@@ -145,7 +145,7 @@ def overhead(setting: Setting, loads: Sequence[float]) -> list[dict]:
     return rows
 
 
-def _choosing(schedule: Schedule, load: Load, waiting: Sequence[int]) -> float:
+def _choosing(schedule: Schedule, load: Load, waiting: np.ndarray) -> float:
     """Seconds in which a scheduler makes a batch of these."""
     scheduler = Scheduler(schedule, num_blocks=100_000)
     for number in waiting:

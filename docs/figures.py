@@ -1,7 +1,8 @@
 """The figures that the pages quote: a function from a record of benchmarks/records to the text of a mark.
 
-`FIGURES[record][figure]`; every record also has the figure `record`: which file it is, of which commit and date, and
-whether that tree was dirty. Intervals hold 95 %. A new figure is an entry here and a mark in a page (`docs/marks.py`).
+`FIGURES[record][figure]`; every record also has the figure `record`: which file it is, of which commit, date and
+command, and whether that tree was dirty. Intervals hold 95 %. A new figure is an entry here and a mark in a page
+(`docs/marks.py`).
 """
 
 import json
@@ -56,9 +57,18 @@ def read(record: str) -> Record:
 
 
 def origin(record: str, body: Record) -> str:
-    """File, date and commit of a record; that of a dirty tree is called so."""
+    """File, date, commit and command of a record; that of a dirty tree is called so, and so are parts of others."""
     dirty = ", a dirty tree" if is_dirty(body) else ""
-    return f"`{record}.json`, {body['date']}, commit `{body['commit']}`{dirty}"
+    command = f", `{body['command']}`" if " -" in body["command"].removeprefix("python -m ") else ""
+    made = {part["commit"] for part in _parts(body) if "commit" in part} - {body["commit"]}
+    others = f", parts of {', '.join(f'`{commit}`' for commit in sorted(made))}" if made else ""
+    return f"`{record}.json`, {body['date']}, commit `{body['commit']}`{others}{dirty}{command}"
+
+
+def _parts(body: Record) -> list[Record]:
+    """Those that may have been made one by one."""
+    found = body.get("parts")
+    return list(found.values()) if isinstance(found, Mapping) else []
 
 
 def is_dirty(body: Record) -> bool:
@@ -595,8 +605,8 @@ def pooling_sentence(record: Record) -> str:
         ", ".join(f"{words} {100 * medians[kind][name]:.0f} %" for name, words in _POOLED.items())
         for kind in ("none of its rows", "three of its rows")
     )
-    runs = sum(one["runs"] for one in found)
-    return f"{without}; with three of its runs {three} ({len(found)} deployments, {runs} runs)"
+    runs, more = sum(one["runs"] for one in found), sum(bool(one["three of its rows"]) for one in found)
+    return f"{without} ({len(found)} deployments, {runs} runs); with three of its runs {three} ({more} deployments)"
 
 
 def pooling_medians(record: Record) -> str:

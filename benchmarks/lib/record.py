@@ -20,7 +20,7 @@ def write_record(name: str, figures: dict[str, Any], path: Path | None = None) -
     body = {
         "benchmark": name,
         "command": _command(),
-        "commit": _commit(),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), **_gpu()},
         "versions": {package: _version(package) for package in ("exeplan", "torch", "triton", "numpy", "transformers")},
@@ -42,7 +42,7 @@ def _leads_out(word: str) -> bool:
     return os.path.isabs(word) or word.startswith("..")
 
 
-def _commit() -> str:
+def commit() -> str:
     """Called dirty where files other than records have changes: a record may be written part by part."""
     head = _git("describe", "--always")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benchmarks/records")

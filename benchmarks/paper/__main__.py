@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.lib.record import RECORDS, write_record
+from benchmarks.lib.record import RECORDS, commit, write_record
 from benchmarks.paper import drift as paper_drift
 from benchmarks.paper import figures as paper_figures
 from benchmarks.paper import memory, orca, real, splits, tcb, today
@@ -80,7 +80,8 @@ def _write(name: str, part: Part) -> None:
     parts = json.loads(path.read_text())["parts"] if path.exists() else {}
     words = ("PATH" if Path(word).is_absolute() else word for word in sys.argv[1:])
     command = " ".join(["python", "-m", "benchmarks.paper", *words])
-    parts[name] = {"command": command, **json.loads(json_line(part.as_json())), "markdown": part.markdown()}
+    made = {"command": command, "commit": commit(), "date": time.strftime("%Y-%m-%d")}
+    parts[name] = {**made, **json.loads(json_line(part.as_json())), "markdown": part.markdown()}
     parts = {name: parts[name] for name in _ORDER if name in parts}
     write_record("paper", {"today": parts["today"]["rows"] if "today" in parts else [], "parts": parts})
     text = "\n".join(part["markdown"] for part in parts.values())

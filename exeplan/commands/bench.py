@@ -39,6 +39,8 @@ _TIMES = """
 times at the client, from sending a request, its wait included: ttft, to its first token; tpot, from the first token to
 the last over the tokens after the first, a mean a request; itl, between two successive tokens of a request; latency, to
 the last token"""
+_MOST_REQUESTS = 5000
+"""Unless more are asked for."""
 _SETTLE_SECONDS = 1.0
 """Until a server has counted its last requests."""
 
@@ -56,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fit-context", action="store_true", help="with URL: scale the lengths to the context that the server states"
     )
     parser.add_argument("--profile", metavar="FILE", help="instead of the plan's own")
-    parser.add_argument("--requests", type=int, metavar="N", help="default: what the plan does in --duration")
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help="default: what the plan does in --duration, at most 5000"
+    )
     parser.add_argument("--duration", default="30s", metavar="TIME", help="aim for a run of this length (default 30s)")
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--concurrency", type=int, metavar="N", help="closed loop with N requests at a time")
@@ -87,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeline",
         type=Path,
         metavar="FILE",
-        help="write the predicted passes, of the first replica (.json, .png, .svg, .pdf)",
+        help="with PLAN: write the predicted passes, of the first replica (.json, .png, .svg, .pdf)",
     )
     parser.add_argument(
         "--engine-timeline", type=Path, metavar="FILE", help="write the passes that the engine here ran (.json)"
@@ -114,7 +118,11 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"--{name.replace('_', '-')} must be above zero, found {value}")
     if args.seed < 0:
         raise InputError(f"--seed must be at least 0, found {args.seed}")
+    if args.engine_timeline and args.url:
+        raise InputError("--engine-timeline goes with PLAN alone; the engine is the server's")
     if args.plan is None:
+        if args.timeline:
+            raise InputError("--timeline goes with PLAN, whose passes are predicted")
         return _bench_url_only(args)
     if args.fit_context:
         raise InputError("--fit-context goes with URL; a plan states what fits its model")
@@ -140,6 +148,8 @@ def _bench_plan(args: argparse.Namespace) -> int:
     workload = plan_workload(plan, spec, args.workload)
     load = _load(args, workload, plan)
     profile = _profile(args, plan, spec)
+    if args.timeline and profile is None:
+        raise InputError("--timeline writes predicted passes, and the plan has no profile; give --profile")
     moves = load.arrivals is not None and not args.url  # By a clock that is known only when they have come.
     prediction = _prediction(plan, profile, spec, load) if profile and not moves else None
     records, shared, counted = _play(args, plan, spec, load, profile)
@@ -311,6 +321,7 @@ def _why_no_split(run: "EngineRun | None") -> str:
 
 def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -> "Load":
     from exeplan.policies import sampled_evenly
+    from exeplan.progress import note
     from exeplan.runner.load import draw_load, enough_requests
     from exeplan.units import seconds
 
@@ -320,7 +331,9 @@ def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -
         num_requests = enough_requests(plan.schedule, throughput=throughput, seconds=duration)
     else:
         num_requests = max(50, round((args.rate or 10.0) * duration))
-    num_requests = args.requests or min(num_requests, 5000)
+    if args.requests is None and num_requests > _MOST_REQUESTS:
+        note([f"{_MOST_REQUESTS} of {num_requests} requests are sent, which end before {duration:g} s; --requests N"])
+    num_requests = args.requests or min(num_requests, _MOST_REQUESTS)
     return draw_load(
         workload,
         num_requests,

@@ -23,11 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency-bound", required=True, metavar="T,T", help="such as 5s,10s,inf")
     parser.add_argument("--bound-on", default="p99-length", metavar="WHAT", help="p99-length (default) or p99-requests")
     parser.add_argument(
-        "--policy", default="auto", help="a policy, a file such as ./mine.py, or auto for the best of all (default)"
+        "--policy",
+        default="auto",
+        help="a policy, a file such as ./mine.py, or auto for the best of those that apply",
     )
     parser.add_argument("--fit-context", action="store_true", help="scale the lengths to each model's context")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows as CSV too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a row instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:

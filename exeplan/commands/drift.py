@@ -1,7 +1,8 @@
 """play a trace as a running service would see it: when it would have re-planned, and what that gains
 
 TRACE is a CSV or JSON lines with input_tokens, output_tokens and optionally arrival_s. It is compared with the workload
-that the plan was made for, and scaled to the context as that was. Exit status 0 whether or not a re-plan is found.
+that the plan was made for, and scaled to the context as that was. Exit status 0 whether or not a re-plan is found,
+with -o 2 where there is none to write.
 """
 
 import argparse
@@ -26,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", metavar="R", help="requests/s, instead of the trace's own; its pattern stays")
     add_rules(parser)
     parser.add_argument(
-        "--policy", default="auto", help="a policy, a file such as ./mine.py, or auto for the best of all (default)"
+        "--policy",
+        default="auto",
+        help="a policy, a file such as ./mine.py, or auto for the best of those that apply",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN", help="write the last plan that was adopted")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -69,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     played = play_trace(watch, problem, workload.trace, arrivals, predict=args.json)
     looks = list(followed(played, "drift", count=len(look_times(watch, arrivals))))
     adopted = [look.adopted for look in looks if look.adopted]
-    if args.output:
-        if not adopted:
-            raise InputError(f"no plan to write to {args.output}: none would have been adopted")
+    if args.output and adopted:
         save_proposal(adopted[-1], args.output)
     print(json_line(_as_json(plan, looks)) if args.json else _text(plan, looks))
+    if args.output and not adopted:
+        raise InputError(f"no plan to write to {args.output}: none would have been adopted")
     return 0
 
 

@@ -127,7 +127,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--one-pipeline", action="store_true", help="use all GPUs as one pipeline, never as replicas of smaller ones"
     )
     parser.add_argument(
-        "--policy", default="auto", help="a policy, a file such as ./mine.py, or auto for the best of all (default)"
+        "--policy",
+        default="auto",
+        help="a policy, a file such as ./mine.py, or auto for the best of those that apply",
     )
     parser.add_argument("--method", default="branch-and-bound", help="branch-and-bound (default), exhaustive, bayesian")
     parser.add_argument("--fit-context", action="store_true", help="scale the lengths to the model's context")

@@ -1,8 +1,9 @@
 """show what the replicas of a server do, drain one, or have it serve again
 
-`replicas URL` lists them. `replicas URL drain 1` gives replica 1 no more requests, and ends it once it has answered
-those that it has, so that its host can be upgraded; `replicas URL resume 1` starts it again. No request is refused for
-either. Any front end of the service may be asked. Changes need the key of an administrator.
+`replicas URL` lists them; of a plan that has one there is nothing to list (status 2). `replicas URL drain 1` gives
+replica 1 no more requests, and ends it once it has answered those that it has, so that its host can be upgraded;
+`replicas URL resume 1` starts it again. No request is refused for either. Any front end of the service may be asked.
+Changes need the key of an administrator.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
 Completions, chat completions, models, health, metrics and the plan itself, and a live dashboard at /.
 Listens on 127.0.0.1 unless --host says otherwise, from the start: while the model is loaded /health is 200, /ready and
-generation are 503; when it is warm, one line is printed. SIGTERM or SIGINT (Ctrl-C) stops taking requests, finishes
+generation are 503; when it is warm, one line is printed (with
+--log-format json a record is logged, on standard error). SIGTERM or SIGINT (Ctrl-C) stops taking requests, finishes
 the running ones and ends with status 0; a second one ends at once. SIGHUP reads the plan's file again and goes over to
 it, as does POST /plan with an API key. When the engine fails for good the server ends with status 1.
 """

@@ -281,6 +281,15 @@ def test_simulate_answers_a_mistake_in_one_sentence(
             "exeplan bench: http://127.0.0.1:1/v1/models does not",
         ),
         (["bench", "hand.yaml", "--fit-context"], "exeplan bench: --fit-context goes with URL; a plan states what"),
+        (["bench", "http://a:1", "--timeline", "t.json"], "exeplan bench: --timeline goes with PLAN, whose passes are"),
+        (
+            ["bench", "hand.yaml", "--url", "http://a:1", "--engine-timeline", "t.json"],
+            "exeplan bench: --engine-timeline goes with PLAN alone; the engine is the server's",
+        ),
+        (
+            ["bench", "hand.yaml", "--workload", LAW, "--timeline", "t.json"],
+            "exeplan bench: --timeline writes predicted passes, and the plan has no profile; give --profile",
+        ),
         (["bench", "hand.yaml"], "exeplan bench: the plan names no workload; give one with --workload"),
         (["bench", "hand.yaml", "--rate", "-2"], "exeplan bench: --rate must be above zero, found -2.0"),
         (["bench", "hand.yaml", "--rate", "nan"], "exeplan bench: --rate must be above zero, found nan"),

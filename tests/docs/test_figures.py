@@ -88,7 +88,7 @@ ALLOWED = {
         "every ten seconds": "a constant of the code",
         "below 1 %": "a constant of the code",
     },
-    "docs/reference/files.md": {"at most 40,000": "a constant of the code"},
+    "docs/reference/files.md": {"at most 40,000": "a constant of the code", "may be in use | 0.9 |": "a default"},
     "docs/reference/risk.md": {
         "at most 1 %, by the laws": "the value of an option",
         "reweighted 40 times": "a constant of the code",

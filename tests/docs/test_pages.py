@@ -1,12 +1,17 @@
 """The documentation holds: its scripts run, its generated pages are up to date, and every page is reachable."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from docs.make_pictures import predicted_rows
 from docs.make_results import PAGE, page
+from exeplan.cli import _parse
+from exeplan.policies.interface import _members
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -37,3 +42,22 @@ def test_every_command_of_the_docs_exists() -> None:
         assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), module
     named = set(re.findall(r"`((?:exeplan|runner|simulator|profiler|kernels|tests|benchmarks|docs)/[\w/.-]+)`", text))
     assert [path for path in sorted(named) if not (DOCS.parent / path).exists()] == []
+
+
+def _shell_commands() -> list[str]:
+    """Lines of the blocks of shell that call exeplan, continued lines as one."""
+    pages = (*DOCS.rglob("*.md"), DOCS.parent / "README.md")
+    blocks = [block for page in pages for block in re.findall(r"```bash\n(.*?)```", page.read_text("utf-8"), re.S)]
+    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return sorted({line for line in lines if line.startswith("exeplan ") and "--help" not in line})
+
+
+@pytest.mark.parametrize("line", _shell_commands())
+def test_the_options_of_every_command_in_a_block_are_there(line: str) -> None:
+    words = shlex.split(line.partition(" | ")[0], comments=True)
+    assert _parse(words[1:]).command == words[1]
+
+
+def test_what_a_policy_defines_is_in_its_table() -> None:
+    table = (DOCS / "how-to" / "add-a-policy.md").read_text(encoding="utf-8")
+    assert [name for name in _members() if not re.search(rf"`{name}\b", table)] == []

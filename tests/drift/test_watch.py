@@ -603,7 +603,9 @@ def test_a_trace_is_scaled_as_the_planned_one_was(planned, capsys):
 )
 def test_what_the_command_cannot_do_it_says(planned, capsys, arguments, message):
     assert main(["drift", "--plan", "plan.yaml", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert ("no re-plan" in printed.out) == ("-o" in arguments), "the table is shown where only the plan is missing"
 
 
 def test_shares_are_of_the_asked_bound_and_a_smaller_one_is_not_called_more(tight):

@@ -45,7 +45,15 @@ def report(rows: list[dict], profile: Profile, *, record: str) -> None:
         print(f"\n{unit}\n\n{table(_HEADER, [_cells(row, key) for row in rows])}")
     print("\n".join(["", *_summary(rows)]))
     figures = [{"case": row["case"], "estimate": asdict(row["plan"].estimate), "runs": row["runs"]} for row in rows]
-    print(f"\nrecord: {write_record(record, {'device': asdict(profile.device), 'rows': figures})}")
+    about = {"device": asdict(profile.device), "profile": _between(profile)}
+    print(f"\nrecord: {write_record(record, {**about, 'rows': figures})}")
+
+
+def _between(profile: Profile) -> dict:
+    """What predictions for several workers are made of, beside the layers."""
+    rows = [m for m in profile.measurements if m.op in ("pass", "control", "all_reduce", "send", "overhead")]
+    calibrations = (profile.calibration, profile.kept_rows_calibration, profile.prefill_calibration)
+    return {"calibrations": calibrations, "speed_spread": profile.speed_spread, "rows": [asdict(m) for m in rows]}
 
 
 _HEADER = ("", "replay", "measured", "error", "at profiling speed", "error", "other processes", "machine slower")

@@ -1,9 +1,10 @@
 """Links: all-reduces of a tensor-parallel group and sends to a next stage, timed between real processes.
 
 The processes start and join a group as workers do, and time what workers do: the all-reduces inside a shard's layers,
-which end when the slowest rank arrives (on GPUs those of a captured graph, as decode iterations run them), and hidden
-states that one rank awaits while another computes. A time therefore contains the skew between ranks, and means count:
-the median of gloo's all-reduces is half of their mean.
+on GPUs those of a captured graph, as decode iterations run them, and hidden states that one rank awaits while another
+computes. Of an all-reduce the time of the rank counts that came last, as it waits for nobody: how unevenly ranks
+compute is in the bursts' factor (`worker_passes.py`), which grows with the compute. Means count: the median of gloo's
+all-reduces is half of their mean.
 Not here: the compute of a shard (`shards.py`), and the engine's part (`control.py`).
 """
 
@@ -84,14 +85,15 @@ def link_rows(job: RankJob) -> tuple[Measurement, ...]:
 
 
 def _mean(of_ranks: Sequence[Sequence[float]], op: str) -> float:
-    """Mean seconds of an all-reduce over all ranks, or of a send from its start on one rank to its end on the other.
+    """Mean seconds of an all-reduce on the last rank to come, or of a send from its start on one rank to its end on the
+    other.
 
     The slowest tenth is left out: on a shared machine it is due to other processes.
     """
     if op == "send":
         each = [ended - began for began, ended in zip(*of_ranks, strict=True)]
     else:
-        each = [statistics.fmean(sums) for sums in zip(*of_ranks, strict=True)]
+        each = [min(sums) for sums in zip(*of_ranks, strict=True)]
     return statistics.fmean(sorted(each)[: len(each) - len(each) // 10])
 
 
@@ -283,7 +285,7 @@ def _sums(job: RankJob, rank: int, device: torch.device, buffer: str | None) -> 
 
 
 def _pass_sums(group: _Timed, forward: Callable[[], object], seconds: float) -> list[float]:
-    """The mean all-reduce of each pass, for as many passes as fit the time; undisturbed passes only, if there are any.
+    """The all-reduces of each pass, for as many passes as fit the time; undisturbed passes only, if there are any.
 
     The first pass finds cold caches and does not count.
     """
@@ -296,7 +298,7 @@ def _pass_sums(group: _Timed, forward: Callable[[], object], seconds: float) -> 
         group.begin()
         forward()
         late, disturbed = _agree(group.group, group.device, clock() - start > seconds, group.disturbed)
-        (others if disturbed else kept).append(statistics.fmean(group.seconds))
+        (others if disturbed else kept).extend(group.seconds)
         passes += 1
     return kept or others
 

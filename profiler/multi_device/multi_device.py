@@ -69,8 +69,10 @@ class MultiDeviceProfiler:
     def extend(self, profile: Profile, *, goal: Goal, output: Path, bar: Progress, complete: bool = True) -> Profile:
         """The whole profile, also written to `output`, `complete` unless more is to come.
 
+        Bursts are measured anew where a run is resumed: their factor is over parts, which have changed since.
         Raises KeyboardInterrupt with a sentence on interruption.
         """
+        profile = replace(profile, measurements=tuple(m for m in profile.measurements if m.op != "pass"))
         left = [part for part in self._parts() if not part.is_in(profile)]
         try:
             while left:
@@ -165,8 +167,9 @@ class MultiDeviceProfiler:
         spec, devices = self.work.spec, range(self.num_devices)
         stages = [tuple(range(size))] if size > 1 else [(number,) for number in devices[: spec.num_layers]]
         longest = min(self.reach.max_prompt, spec.max_context)
-        plan = WorkerPlan(spec=spec, stages=stages, slots=min(WORKER_SLOTS, self.reach.max_seqs), longest=longest)
-        return pass_rows(known, plan, num_threads=torch.get_num_threads(), seconds=seconds)
+        slots = sorted({min(number, self.reach.max_seqs) for number in WORKER_SLOTS})
+        plans = [WorkerPlan(spec=spec, stages=stages, slots=number, longest=longest) for number in slots]
+        return pass_rows(known, plans, num_threads=torch.get_num_threads(), seconds=seconds)
 
     def _control(self, degrees: tuple[int, ...], known: Profile, seconds: float) -> tuple[Measurement, ...]:
         spec, most = self.work.spec, self.reach.max_seqs

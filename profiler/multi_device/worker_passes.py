@@ -3,9 +3,12 @@
 Workers share memory, caches and power; a stage that waits for another finds its weights gone from the cache; and each
 prepares its own part of a pass. So bursts of real load run on workers, as `measuring/calibrate.py` has them run in one
 process, and their replay says what the parts add up to: the ratio of a device's seconds slows down every plan for
-several devices. Other programs are taken out by the workers' reference passes.
+several devices. Other programs are taken out by the workers' reference passes. Bursts over few slots and over many take
+turns, as what workers add is partly the same for every pass; they count until the last request has begun, as plans
+seldom have empty slots.
 """
 
+import math
 import random
 import statistics
 import time
@@ -19,6 +22,7 @@ from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
 from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Measurement, Profile
+from exeplan.core.runs.metrics import Requests
 from exeplan.core.schedule import Placement, Schedule
 from exeplan.planner.problems.layouts import placed
 from exeplan.runner.engine_process.build import build_engine, engine_setup
@@ -27,12 +31,12 @@ from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
 from exeplan.simulator.run import Run
 
-WORKER_SLOTS = 16
-"""Of a micro-batch."""
-_REQUESTS = 6
-"""A slot, in a burst."""
+WORKER_SLOTS = (16, 48)
+"""Of a micro-batch, in bursts of few rows and of many."""
+_REQUESTS, _MORE_REQUESTS = 3, 48
+"""Of a burst: so many a slot, and these."""
 _LONGEST_PROMPT, _LONGEST_OUTPUT = 192, 128
-_LEAST_ROUNDS, _MOST_ROUNDS = 2, 5
+_LEAST_ROUNDS, _MOST_ROUNDS = 2, 10
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 4.0
 
 
@@ -73,47 +77,55 @@ class WorkerPlan:
 
     def load(self, seed: int) -> Load:
         """Requests of evenly drawn lengths, all at once."""
-        draw, number = random.Random(seed), _REQUESTS * self.slots * len(self.stages)
+        draw, number = random.Random(seed), (_REQUESTS * self.slots + _MORE_REQUESTS) * len(self.stages)
         inputs, outputs = ([draw.randint(1, most) for _ in range(number)] for most in self.limits)
         return Load(input_tokens=np.array(inputs), output_tokens=np.array(outputs), seed=seed)
 
 
-def pass_rows(known: Profile, plan: WorkerPlan, *, num_threads: int, seconds: float) -> tuple[Measurement, ...]:
+def pass_rows(
+    known: Profile, plans: Sequence[WorkerPlan], *, num_threads: int, seconds: float
+) -> tuple[Measurement, ...]:
     """The rows `alone`, the mean pass of the bursts as the profile's parts add up to it, and `together`, as they ran.
 
-    `known` has all other rows that the placement needs.
+    `plans` of the same workers take turns, those with more slots later; `known` has all other rows that the placement
+    needs. On a loaded machine the least number of bursts, one of each plan, takes longer than `seconds`.
     """
-    ended = time.monotonic() + seconds
+    largest = plans[-1]
     setup = engine_setup(
         Plan(
-            model=plan.spec.name,
-            schedule=plan.schedule,
-            placement=plan.placement,
+            model=largest.spec.name,
+            schedule=largest.schedule,
+            placement=largest.placement,
             dtype=known.dtype,
             kv_dtype=known.kv_dtype,
             device="cpu",
             num_threads=num_threads,
-            kv_cache_tokens=plan.num_blocks * BLOCK_SIZE,
+            kv_cache_tokens=largest.num_blocks * BLOCK_SIZE,
         ),
-        plan.spec,
+        largest.spec,
         dummy_weights=True,
     )
     factors, alone = list[float](), list[float]()
     with closing(build_engine(setup)) as engine:
         reference = engine.reference_passes(known.reference_passes)
+        ended = time.monotonic() + seconds
         while len(factors) < _LEAST_ROUNDS or (len(factors) < _MOST_ROUNDS and time.monotonic() < ended):
+            plan = plans[len(factors) % len(plans)]
             load = plan.load(len(factors))
+            engine.switch_plan(plan.schedule)
             run = play_engine(engine, load, vocab_size=plan.spec.vocab_size, reference=reference)
             once, twice = (_replayed(_slowed(known, plan.size, factor), plan, load) for factor in (1.0, 2.0))
-            parts, device = _end(once), _end(twice) - _end(once)
-            factors.append(1.0 + (run.end(run.profile_seconds(one_thread=False)) - parts) / device)
-            alone.append(parts / once.num_passes)
-    return _rows(plan, statistics.median(alone), factors)
+            measured = last_start(Requests.of(run.at_profile_speed(one_thread=False)))
+            parts = last_start(once.requests)
+            factors.append(1.0 + (measured - parts) / (last_start(twice.requests) - parts))
+            alone.append(float(once.requests.last_tokens.max()) / once.num_passes)
+    return _rows(plans[0], statistics.median(alone), factors)
 
 
 def _rows(plan: WorkerPlan, alone: float, factors: Sequence[float]) -> tuple[Measurement, ...]:
-    factor = min(max(statistics.median(factors), _LEAST_FACTOR), _MOST_FACTOR)
-    spread = (max(factors) - min(factors)) / 2 / factor
+    """The factor is the mean, so that bursts of few rows and of many weigh alike."""
+    factor = min(max(statistics.fmean(factors), _LEAST_FACTOR), _MOST_FACTOR)
+    spread = (max(factors) - min(factors)) / 2 / factor / math.sqrt(len(factors))
     context = plan.slots * (sum(plan.limits) // 2)
     return tuple(
         Measurement(
@@ -158,5 +170,6 @@ def _replayed(profile: Profile, plan: WorkerPlan, load: Load) -> Run:
     )
 
 
-def _end(run: Run) -> float:
-    return float(run.requests.last_tokens.max())
+def last_start(requests: Requests) -> float:
+    """When the last request begins, seconds from when the first did; until then no slot is empty."""
+    return float(requests.starts.max() - requests.starts.min())

@@ -22,7 +22,7 @@ from exeplan.runner.compute.passes.kv_cache import KVCache
 from exeplan.runner.compute.weights.shard import whole
 
 EVERY_SECONDS = 0.25
-_MOST_COST = 0.2
+MOST_COST = 0.2
 """Of the time between two: longer passes are repeated less often."""
 _SEQS, _CONTEXT, _PROMPT = 16, 128, 64
 
@@ -93,7 +93,7 @@ class ReferencePasses:
         """Runs the next pass if the last one is these seconds ago, or longer if it takes long, or less on a restless
         machine; tells whether it did."""
         began = time.perf_counter()
-        if began < self._ended + max(every * self._restlessness.share, self._last_cost / _MOST_COST):
+        if began < self._ended + max(every * self._restlessness.share, self._last_cost / MOST_COST):
             return False
         self.repeat()
         return True

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from exeplan.core.profile import ReferencePass
 from exeplan.core.runs.machine_speed import MachineSpeed, Restlessness, SpeedSample
-from exeplan.runner.compute.reference_passes import EVERY_SECONDS
+from exeplan.runner.compute.reference_passes import EVERY_SECONDS, MOST_COST
 from exeplan.runner.ipc.messages import ReferenceRan
 
 _EVERY = 2 * EVERY_SECONDS
@@ -56,11 +56,13 @@ class WorkerReferencePasses:
         executor.on_reference = self._take
         self._round: _Round | None = None
         self._restlessness = Restlessness()
+        self._last_cost = 0.0
 
     def repeat_if_due(self, every: float = _EVERY) -> bool:
-        """Asks the workers for the next pass if the last was asked for these seconds ago, less on a restless machine,
-        and is done."""
+        """Asks the workers for the next pass if the last was asked for these seconds ago, less on a restless machine
+        and longer if it takes long, and is done."""
         every *= self._restlessness.share
+        every = max(every, self._last_cost / MOST_COST)
         now, executor, before = time.perf_counter(), self._executor, self._round
         known = before is not None and before.generation == executor.num_generations
         if before and known and (now < before.began + every or len(before.ran) < executor.num_workers):
@@ -87,7 +89,7 @@ class WorkerReferencePasses:
         current.ran.append(ran)
         if len(current.ran) < self._executor.num_workers:
             return
-        cost = max(one.cost for one in current.ran)
+        self._last_cost = cost = max(one.cost for one in current.ran)
         seconds = geometric_mean([one.seconds for one in current.ran])
         self._restlessness.add(ran.number, seconds)
         self.samples.append(

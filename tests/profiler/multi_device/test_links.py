@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from exeplan.core.models.model import model_spec
-from exeplan.profiler.multi_device.links import link_rows
+from exeplan.profiler.multi_device.links import _mean, link_rows
 from exeplan.profiler.multi_device.rank_job import RankJob
 
 CONFIG = {
@@ -55,6 +55,11 @@ def test_sums_of_a_group_are_rows_by_bytes() -> None:
     ]
     assert all(row.seconds > 0 and row.repeats > 1 for row in rows)
     assert not multiprocessing.active_children()
+
+
+def test_a_sum_takes_as_long_as_on_the_rank_that_came_last() -> None:
+    early, late = [0.9, 0.1, 0.5], [0.1, 0.8, 0.1]
+    assert _mean([early, late], "all_reduce") == pytest.approx(0.1)
 
 
 def test_sends_are_rows_of_no_degree() -> None:

@@ -10,7 +10,7 @@ import torch
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import Measurement, Profile, ReferencePass, load_profile, save_profile
-from exeplan.core.schedule import Sharding, Stage
+from exeplan.core.schedule import Schedule, Sharding, Stage
 from exeplan.errors import InputError
 from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.points import Work
@@ -159,26 +159,55 @@ def test_what_is_not_there_is_said() -> None:
     assert check_num_devices(tiny(), 1, CPU, 1000) == ""
 
 
+class Played:
+    """Engines whose workers take that many times as long as in one process, and longer still once slots are empty."""
+
+    def __init__(self, profile: Profile, plans: list[WorkerPlan], factor: float) -> None:
+        self.profile, self.plans, self.factor = profile, plans, factor
+        self.schedules: list[Schedule] = []
+
+    def switch_plan(self, schedule: Schedule) -> None:
+        self.schedules.append(schedule)
+
+    def reference_passes(self, passes: object) -> None:
+        """None are needed."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def play(self, engine: object, load: Load, **options: object) -> SimpleNamespace:
+        (plan,) = (plan for plan in self.plans if plan.schedule == self.schedules[-1])
+        requests = worker_passes._replayed(worker_passes._slowed(self.profile, plan.size, self.factor), plan, load)
+        emptying = [
+            replace(record, token_times=tuple(3 * time for time in record.token_times)) for record in requests.requests
+        ]
+        return SimpleNamespace(at_profile_speed=lambda one_thread: emptying)
+
+
 @pytest.mark.parametrize("stages", [[(0,), (1,)], [(0, 1)]], ids=["pipeline", "tensor parallel"])
 @pytest.mark.parametrize("factor", [0.8, 1.7])
 def test_bursts_have_the_factor_with_which_their_replay_takes_as_long(
     factor: float, stages: list[tuple[int, ...]], profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = WorkerPlan(spec=profile.model, stages=stages, slots=3, longest=64)
-    engine = SimpleNamespace(reference_passes=lambda passes: None, close=lambda: None)
+    plans = [WorkerPlan(spec=profile.model, stages=stages, slots=slots, longest=64) for slots in (3, 9)]
+    engine = Played(profile, plans, factor)
     monkeypatch.setattr(worker_passes, "build_engine", lambda setup: engine)
-
-    def played(engine: object, load: Load, **options: object) -> SimpleNamespace:
-        slowed = worker_passes._slowed(profile, plan.size, factor)
-        ended = worker_passes._end(worker_passes._replayed(slowed, plan, load))
-        return SimpleNamespace(end=lambda seconds: ended, profile_seconds=lambda one_thread: None)
-
-    monkeypatch.setattr(worker_passes, "play_engine", played)
-    alone, together = pass_rows(profile, plan, num_threads=1, seconds=0.0)
-    assert (alone.phase, together.phase, alone.tensor_parallel_size) == ("alone", "together", plan.size)
+    monkeypatch.setattr(worker_passes, "play_engine", engine.play)
+    alone, together = pass_rows(profile, plans, num_threads=1, seconds=0.0)
+    assert (alone.phase, together.phase, alone.tensor_parallel_size) == ("alone", "together", plans[0].size)
     assert together.seconds / alone.seconds == pytest.approx(factor, rel=0.03)
     assert together.repeats == 2
+    assert engine.schedules == [plan.schedule for plan in plans]
     assert "limit" not in worker_passes.remark((alone, together))
+
+
+def test_bursts_are_measured_anew_where_a_run_is_resumed(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "interrupted.json"
+    wrong = [replace(m, seconds=100.0) if m.op == "pass" else m for m in profile.measurements]
+    save_profile(replace(profile, measurements=tuple(wrong), complete=False), path)
+    again = run(path)
+    assert all(m.seconds < 10 for m in again.measurements if m.op == "pass")
+    assert {m.op for m in again.measurements} == {m.op for m in profile.measurements}
 
 
 def test_a_factor_beyond_its_limits_is_told() -> None:

@@ -92,6 +92,7 @@ def test_a_round_is_a_sample_when_all_have_reported_and_the_next_is_not_asked_fo
     (sample,) = reference.samples
     assert (sample.number, sample.cost) == (1, 0.02)
     assert (sample.seconds, sample.others) == (pytest.approx(0.004), pytest.approx(2.0))
+    reference._round.began -= 1.0
     assert reference.repeat_if_due(0.0)
     workers.num_generations += 1
     assert reference.repeat_if_due(1e9)
@@ -115,10 +116,20 @@ def test_a_round_is_asked_for_sooner_on_a_restless_machine() -> None:
     for number in range(30):
         assert reference.repeat_if_due(0.0)
         slow = 1.5 if number % 2 else 1.0
-        workers.on_reference(ReferenceRan(number=number % 3, seconds=0.002 * slow, cost=0.005, others=1.0))
+        workers.on_reference(ReferenceRan(number=number % 3, seconds=0.002 * slow, cost=0.0, others=1.0))
     assert reference.repeat_if_due(0.0)
-    workers.on_reference(ReferenceRan(number=0, seconds=0.002, cost=0.005, others=1.0))
+    workers.on_reference(ReferenceRan(number=0, seconds=0.002, cost=0.0, others=1.0))
     asked, reference._round.began = len(workers.asked), time.perf_counter() - 1.0
     assert not reference.repeat_if_due(10.0)
     assert reference.repeat_if_due(3.0)
     assert len(workers.asked) == asked + 1
+
+
+def test_a_long_pass_is_asked_for_less_often() -> None:
+    workers = Asked(num_workers=1)
+    reference = WorkerReferencePasses(workers, PASSES)
+    assert reference.repeat_if_due(0.0)
+    workers.on_reference(ReferenceRan(number=0, seconds=0.9, cost=1.0, others=1.0))
+    for seconds, due in ((4.5, False), (5.5, True)):
+        reference._round.began = time.perf_counter() - seconds
+        assert reference.repeat_if_due(0.0) is due

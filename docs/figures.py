@@ -123,7 +123,9 @@ def count(number: int) -> str:
 
 def share_of(successes: int, trials: int) -> str:
     """`43 of 45 (85.2 to 98.8 %)`."""
-    return f"{successes:,} of {trials:,} ({span(*wilson(successes, trials), percent)})"
+    low, high = wilson(successes, trials)
+    digits = 1 if percent(low) != percent(high) else 3
+    return f"{successes:,} of {trials:,} ({span(low, high, lambda share: percent(share, digits))})"
 
 
 def rows(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
@@ -143,7 +145,17 @@ def adjusted_plans(record: Record) -> str:
         plain, best = case["plain"]["throughput"], case["adjusted"]
         gains = [a / b - 1 for a, b in zip(best["throughput"], plain, strict=True)] if best else None
         found.setdefault((policy, case["metric"]), []).append(gains)
-    header = ("policy", "bound on", "cases", "smallest", "median", "largest", "over 1 % more", "over 1 % less", "none")
+    header = (
+        "policy",
+        "bound on",
+        "cases",
+        "none keeps it",
+        "smallest of the others",
+        "median",
+        "largest",
+        "over 1 % more",
+        "over 1 % less",
+    )
     body = []
     for (policy, metric), cases in found.items():
         kept = [gains for gains in cases if gains]
@@ -152,7 +164,7 @@ def adjusted_plans(record: Record) -> str:
         less = sum(mean + half < -0.01 for mean, half in zip(means, halves, strict=True))
         spread = [signed(of(means)) for of in (min, median, max)]
         body.append(
-            (f"`{policy}`", metric, str(len(cases)), *spread, str(more), str(less), str(len(cases) - len(kept)))
+            (f"`{policy}`", metric, str(len(cases)), str(len(cases) - len(kept)), *spread, str(more), str(less))
         )
     return rows(header, body)
 
@@ -337,8 +349,9 @@ def errors_of(figure: str, clock: str) -> Callable[[Record], str]:
 
 
 def speed_free(record: Record) -> str:
-    found = record["summary"]["throughput x latency"]
-    return f"{percent(found['median'])} ({span(found['low'], found['high'], percent)})"
+    runs = [row["runs"][0] for row in record["rows"]]
+    products = [[run[key]["throughput"] * (run[key]["latency"] or 0) for key in ("replay", "measured")] for run in runs]
+    return middle([abs(replayed / measured - 1) for replayed, measured in products if measured], percent)
 
 
 def rankings(record: Record) -> str:
@@ -386,7 +399,7 @@ def errors_of_runs(first: str, named: Callable[[Record], str]) -> Callable[[Reco
 
 def errors_at_rates(record: Record) -> str:
     """Sizes of errors by load, their median and their worst: as predicted, and by a replay at the measured speed."""
-    names = {"ttft": "mean ttft", "tpot": "mean tpot", "latency": "latency"}
+    names = {"ttft": "mean ttft", "tpot": "mean tpot", "latency": "latency", "latency_p99": "p99 latency"}
     kinds = {"replay": "as predicted", "replay_at_measured_speed": "at the measured speed"}
     body = []
     for load in record["loads"]:
@@ -550,11 +563,11 @@ def today_cases(record: Record) -> str:
 
 def today_measured(record: Record) -> str:
     """`rra` over the better of `orca` and `chunked`, planned and measured on the engine, by length law and bound."""
-    by_case: dict[tuple[str, str], dict[str, list[Any]]] = {}
+    by_case: dict[tuple[int, str, str], dict[str, list[Any]]] = {}
     for row in record["rows"]:
-        by_case.setdefault((row["workload"], row["bound"]), {}).setdefault(row["policy"], []).append(row)
+        by_case.setdefault((row["round"], row["workload"], row["bound"]), {}).setdefault(row["policy"], []).append(row)
     found = []
-    for (law, bound), policies in by_case.items():
+    for (_, law, bound), policies in by_case.items():
         ratios = [_rra_over_others(policies, key) for key in ("planned", "sustained")]
         found.append((law, f"{bound} s", *map(times, ratios)))
     return rows(("lengths", "bound", "predicted", "measured"), found)
@@ -567,7 +580,8 @@ def _rra_over_others(policies: Mapping[str, Sequence[Record]], key: str) -> floa
 
 
 def waa_measured(record: Record) -> str:
-    """`waa-c` on one worker for each phase over `orca` with tensor parallelism, replayed and measured."""
+    """`waa-c` on one worker for each phase over `orca` with tensor parallelism, replayed and measured: throughput, and
+    what latency each has."""
     one = {
         name: next(row for row in record["rows"] if row["case"].startswith(name)) for name in ("1+1 waa", "TP 2 orca")
     }
@@ -575,7 +589,11 @@ def waa_measured(record: Record) -> str:
         [float(median(run[kind]["throughput"] for run in row["runs"])) for row in one.values()]
         for kind in ("replay", "measured_at_profile_speed")
     )
-    return f"{times(replayed[0] / replayed[1])} by replay and {times(measured[0] / measured[1])} measured"
+    latencies = [float(median(run["replay"]["latency"] for run in row["runs"])) for row in one.values()]
+    return (
+        f"{times(replayed[0] / replayed[1])} by replay and {times(measured[0] / measured[1])} at profiling speed, at "
+        f"{times(latencies[0] / latencies[1])} the latency, as each has a bound of its own"
+    )
 
 
 def paper_stage_times(record: Record) -> str:
@@ -655,7 +673,7 @@ def a100_errors(stack: str) -> Callable[[Record], str]:
         before, after = (
             row[key].split(";")[1].split("/")[0].strip() for key in ("as imported", "kernels and launches")
         )
-        return f"{before} % off in the median of {row['rows']} rows as imported, {after} % with two fitted constants"
+        return f"{before} % off in the median of {row['rows']} rows as imported, {after} % with two constants"
 
     return made
 
@@ -754,12 +772,17 @@ def well_again(record: Record) -> str:
     return rows(
         ("killed", "signal", "median", "p99", "worst"),
         [
-            (plan["plan"], kind, *(secs(found[name]) for name in ("median", "p99", "worst")))
+            (plan["plan"], kind, secs(found["median"]), _p99_of(found), secs(found["worst"]))
             for plan in record["plans"]
             for kind in ("SIGKILL", "SIGSTOP")
             if (found := plan[f"well again after {kind}, s"])
         ],
     )
+
+
+def _p99_of(found: Mapping[str, float]) -> str:
+    """Of fewer than a hundred it is the worst, which stands beside it."""
+    return secs(found["p99"]) if found.get("p99", found["worst"]) < found["worst"] else "-"
 
 
 def left_behind(record: Record) -> str:
@@ -964,14 +987,18 @@ def through_vllm_summary(record: Record) -> str:
     """Errors, bounds, and what the grid took."""
     errors = {name: record[f"{name} error"] for name in ("throughput", "latency")}
     planned = record["seconds of the profile"] + sum(case["planning, s"] for case in record["cases"])
-    over = record["throughput over the grid's best"]
+    over = [
+        case["measured req/s"] / case["grid req/s"]
+        for case in record["cases"]
+        if case["over the bound"] <= 0 and case["grid req/s"]
+    ]
     late = max(case["over the bound"] for case in record["cases"])
     said = "; ".join(
         f"{name} {percent(found['median'])} off in the median, {signed(found['worst'])} at worst"
         for name, found in errors.items()
     )
     ranges = f"{min(over):.2f} to {max(over):.2f}"
-    gains = f"{times(median(over))} the throughput of the best of the grid in the median ({ranges})"
+    gains = f"{times(median(over))} the throughput of the best of the grid where the bound was kept ({ranges})"
     kept = f"{record['bounds kept']} bounds kept, none exceeded by more than {percent(max(late, 0.0))}"
     minutes = (
         f"the profile and all plans took {planned / 60:.1f} minutes, the grid {record['seconds of the grid'] / 60:.0f}"
@@ -1019,7 +1046,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "silicon": {"errors": silicon_errors, "picks": silicon_picks},
     "silicon-pooling": {"medians": pooling_medians, "sentence": pooling_sentence},
     "silicon-noise-floor": {"floor": noise_floor, "picks": noise_floor_picks},
-    "a100": {"distserve": a100_errors("distserve"), "splitwise": a100_errors("splitwise")},
+    "a100": {stack: a100_errors(stack) for stack in ("distserve", "vllm", "splitwise")},
     "engine-throughput": {"rates": engine_rates, "runs": engine_runs, "same": engine_same},
     "through-vllm": {"cases": through_vllm, "summary": through_vllm_summary},
     "vllm-plugin": {"runs": vllm_plugin},

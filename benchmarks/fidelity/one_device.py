@@ -127,7 +127,8 @@ def _row(
     plan, bound = one.plan, one.plan.bound
     assert bound is not None
     columns = {"replay": "predicted", "measured": "measured", "at_profile_speed": "at_profile_speed"}
-    run = {key: {figure: one.mean(column, figure) for figure in _FIGURES} for key, column in columns.items()}
+    figures = (*_FIGURES, "ttft", "tpot")
+    run = {key: {figure: one.mean(column, figure) for figure in figures} for key, column in columns.items()}
     errors = {
         name: {figure: _error_json(one.error(figure, column=column)) for figure in _FIGURES}
         for name, column in _COLUMNS.items()
@@ -146,7 +147,7 @@ def _row(
         "planned": (plan.replay or plan.estimate).throughput,
         "sustained": one.sustained(),
         "within_noise_of": [
-            other.plan.schedule.policy for other in all_of_them if other is not one and not differ(one, other)
+            other.plan.schedule.policy for other in all_of_them if other is not one and differ(one, other) is False
         ],
     }
 

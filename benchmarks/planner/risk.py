@@ -12,7 +12,6 @@ judged by the closed form on 6,000 others of the same law. Writes records/planne
 """
 
 import argparse
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.intervals import wilson
-from benchmarks.lib.record import RECORDS, write_record
+from benchmarks.lib.record import write_record
 from benchmarks.silicon.engines import has_tables, kernels
 from benchmarks.silicon.left_out import FITTED, KINDS, deployment_name, deployments_of, left_out_pairs, pairs_of
 from benchmarks.silicon.rows import (
@@ -44,7 +43,7 @@ from exeplan.core.bounds import Bound, utilizations
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
-from exeplan.planner.margins.deployments import Deployment, deployment_law, errors_of
+from exeplan.planner.margins.deployments import Deployment, deployment_law
 from exeplan.planner.margins.sampling_error import sampling_error
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.reports.tables import table
@@ -176,16 +175,11 @@ def _write(found: Sequence[Deployment], folder: Path) -> None:
         "# Predicted by exeplan as `kind` says; with tables an engine's constants are fitted without the deployment.\n"
         "# Written by: python -m benchmarks.planner.risk --data FOLDER --write plans/errors\n"
     )
-    (folder / "h100-serving.yaml").write_text(silicon + _yaml(found))
-    demo = (
-        "# exeplan's own engine on one CPU. Errors: logarithms of measured / replayed, percent: [runs, mean, spread].\n"
-        "# Measured: benchmarks/records/fidelity-demo.json and fidelity-workers-demo.json (this project, Apache-2.0).\n"
-        "# Written by: python -m benchmarks.planner.risk --data FOLDER --write plans/errors\n"
-    )
-    (folder / "cpu-demo.yaml").write_text(demo + _yaml(list(_demo())))
+    (folder / "h100-serving.yaml").write_text(silicon + deployments_yaml(found))
 
 
-def _yaml(found: Sequence[Deployment]) -> str:
+def deployments_yaml(found: Sequence[Deployment]) -> str:
+    """As `plans/errors` has them."""
     lines = ["deployments:"]
     for one in found:
         cells = {
@@ -199,31 +193,6 @@ def _yaml(found: Sequence[Deployment]) -> str:
         cells |= {name: f"[{e.count}, {100 * e.mean:.2f}, {100 * e.spread:.2f}]" for name, e in one.errors.items()}
         lines.append("  - {" + ", ".join(f"{name}: {value}" for name, value in cells.items()) + "}")
     return "\n".join(lines) + "\n"
-
-
-def _demo() -> Iterator[Deployment]:
-    """The runs of the two records: those of one process, and those of two by tensor parallelism and otherwise."""
-    ratios: dict[int, dict[str, list[float]]] = {}
-    device = ""
-    for name in ("fidelity-demo", "fidelity-workers-demo"):
-        record = json.loads((RECORDS / f"{name}.json").read_text())
-        device = record["device"]["name"]
-        for row in record["rows"]:
-            for run in row["runs"]:
-                of_size = ratios.setdefault(2 if row["case"].startswith("TP 2") else 1, {})
-                for quantity in ("latency", "ttft", "tpot"):
-                    found = run["measured"][quantity] / run["replay"][quantity]
-                    of_size.setdefault(quantity, []).append(found)
-    for size, of_size in ratios.items():
-        yield Deployment(
-            kind="measured",
-            engine="exeplan",
-            device=device,
-            model="demo",
-            dtype="float32",
-            tensor_parallel_size=size,
-            errors={quantity: errors_of(np.log(values).tolist()) for quantity, values in of_size.items()},
-        )
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import math
 import os
 import random
 import signal
@@ -311,12 +312,14 @@ def _mapped() -> set[str]:
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
-    """Median, 99th percentile and worst; nothing of nothing."""
+    """Median and worst, and of a hundred or more the 99th percentile; nothing of nothing."""
     if not seconds:
         return {}
     ordered = sorted(seconds)
-    p99 = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
-    return {"median": round(median(ordered), 3), "p99": round(p99, 3), "worst": round(ordered[-1], 3)}
+    found = {"median": median(ordered), "worst": ordered[-1]}
+    if len(ordered) >= 100:
+        found["p99"] = ordered[math.ceil(0.99 * len(ordered)) - 1]
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 def await_claim(claim: Any, seconds: float, otherwise: str) -> None:

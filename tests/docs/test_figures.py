@@ -68,6 +68,8 @@ ALLOWED = {
         "10,000 requests through": "an input",
         "Llama-3.1-8B": "a model",
         "ten minutes at five times the planned rate": "inputs",
+        "was made five times while": "the protocol",
+        "intervals of 90 %": "the confidence",
         "bound of 3 s": "an input",
     },
     "docs/how-to/several-hosts.md": {

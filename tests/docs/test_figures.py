@@ -48,6 +48,7 @@ ALLOWED = {
     "docs/how-to/other-engines.md": {
         "vLLM 0.31 to 0.33": "versions",
         "before 0.33": "a version",
+        "1.3 times or more apart": "a constant of the code",
         "LMDeploy 0.18": "a version",
         "Inference 3.0 to 3.3": "versions",
         " (1.1) take": "a version",

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--slack", type=float, default=3.0, help="bound over what one request alone needs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = profiled(args.model, args.profile, Path(folder), "--devices", "2", "--budget", "90s")
+        path = profiled(args.model, args.profile, Path(folder), "--devices", "2", "--budget", "150s")
         profile = load_profile(path)
         rows = [
             {"case": f"{where} {plan.schedule}", "plan": plan, "name": args.workload, "runs": []}

@@ -92,9 +92,9 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
     ]
     client = await EngineClient.start(_setup(spec, *PLANS[2]))
     try:
-        wanted = [await _answer(client, body, []) for body in bodies]
+        wanted = [await _answer(client, body, Gaps()) for body in bodies]
         answers: Counter[str] = Counter()
-        gaps: list[float] = []
+        gaps = Gaps()
         stop = asyncio.Event()
 
         async def ask(number: int) -> None:
@@ -126,13 +126,32 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         await client.close()
 
 
+class Gaps:
+    """Times between two tokens of one answer, also of those whose next one has not come yet."""
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[float, float]] = []
+        self._last: dict[int, float] = {}
+
+    def token(self, answer: int, now: float, *, last: bool) -> None:
+        if answer in self._last:
+            self._ended.append((self._last[answer], now))
+        self._last[answer] = now
+        if last:
+            del self._last[answer]
+
+    def longest(self, began: float, now: float) -> float:
+        """Of those that ended after `began`, or last until `now`; 0 where there is none."""
+        ended = [end - begin for begin, end in self._ended if end >= began]
+        return max([*ended, *(now - begin for begin in self._last.values())], default=0.0)
+
+
 def _setup(spec: ModelSpec, placement: Placement, schedule: Schedule) -> EngineSetup:
     plan = Plan(model="demo", schedule=schedule, placement=placement, kv_cache_tokens=KV_TOKENS)
     return engine_setup(plan, spec, dummy_weights=True)
 
 
-async def _replan(client: EngineClient, setup: EngineSetup, name: str, gaps: list[float]) -> dict[str, Any]:
-    gaps.clear()
+async def _replan(client: EngineClient, setup: EngineSetup, name: str, gaps: Gaps) -> dict[str, Any]:
     began = time.perf_counter()
     switched = await client.switch_plan(setup)
     took = time.perf_counter() - began
@@ -144,24 +163,20 @@ async def _replan(client: EngineClient, setup: EngineSetup, name: str, gaps: lis
         "took_s": round(took, 3),
         "carried": switched.num_carried,
         "recomputed": switched.num_recomputed,
-        "gap_s": round(max(gaps, default=0.0), 3),
+        "gap_s": round(gaps.longest(began, time.perf_counter()), 3),
     }
 
 
-async def _answer(client: EngineClient, body: tuple[list[int], int], gaps: list[float]) -> list[int]:
+async def _answer(client: EngineClient, body: tuple[list[int], int], gaps: Gaps) -> list[int]:
     """Tokens of one request, counted on arrival, so that surplus tokens are detected."""
     prompt, count = body
     job = client.reserve(1)
     sampling = Sampling(**asdict(SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)))
     client.submit(job, [Prompt(prompt_token_ids=prompt, sampling=sampling)])
     tokens: list[int] = []
-    last = None
     while True:
         for event in await job.next_events():
-            now = time.perf_counter()
-            if last is not None:
-                gaps.append(now - last)
-            last = now
+            gaps.token(id(job), time.perf_counter(), last=bool(event.finish_reason))
             tokens += event.token_ids
             if event.finish_reason:
                 client.release(job)

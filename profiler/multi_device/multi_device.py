@@ -109,7 +109,7 @@ class MultiDeviceProfiler:
             ),
             MeasuringStep("sends", "send", 1, 0.5, partial(self._link, "send", 2)),
             MeasuringStep("control", "control", 1, 1.0, partial(self._control, degrees)),
-            *(MeasuringStep(f"bursts of {t}", "pass", t, 1.5, partial(self._pass, t)) for t in self._shared(degrees)),
+            *(MeasuringStep(f"bursts of {t}", "pass", t, 3.0, partial(self._pass, t)) for t in self._shared(degrees)),
         ]
 
     def _experts(self, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:

@@ -38,6 +38,9 @@ _REQUESTS, _MORE_REQUESTS = 3, 48
 _LONGEST_PROMPT, _LONGEST_OUTPUT = 192, 128
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 10
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 4.0
+_USUAL_SPREAD, _BURST_ERROR = 0.1, 0.08
+"""Standard deviations of logarithms: of the factor over quiet hosts, about 1, and, at least, of a burst of a few seconds
+about what longer runs have (LOG.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +126,7 @@ def pass_rows(
 
 
 def _rows(plan: WorkerPlan, alone: float, factors: Sequence[float]) -> tuple[Measurement, ...]:
-    """The factor is the mean, so that bursts of few rows and of many weigh alike."""
-    factor = min(max(statistics.fmean(factors), _LEAST_FACTOR), _MOST_FACTOR)
+    factor = min(max(_likely(factors), _LEAST_FACTOR), _MOST_FACTOR)
     spread = (max(factors) - min(factors)) / 2 / factor / math.sqrt(len(factors))
     context = plan.slots * (sum(plan.limits) // 2)
     return tuple(
@@ -140,6 +142,14 @@ def _rows(plan: WorkerPlan, alone: float, factors: Sequence[float]) -> tuple[Mea
         )
         for phase, seconds in (("alone", alone), ("together", alone * factor))
     )
+
+
+def _likely(factors: Sequence[float]) -> float:
+    """Their geometric mean, in which bursts of few rows and of many weigh alike, drawn toward 1 by what so few bursts
+    may be off: the posterior mean of a normal law."""
+    logs = [math.log(max(factor, _LEAST_FACTOR / 2)) for factor in factors]
+    error = max(statistics.stdev(logs) if len(logs) > 2 else 0.0, _BURST_ERROR) ** 2 / len(logs)
+    return math.exp(statistics.fmean(logs) * _USUAL_SPREAD**2 / (_USUAL_SPREAD**2 + error))
 
 
 def remark(rows: Sequence[Measurement]) -> str:

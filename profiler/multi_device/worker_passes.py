@@ -39,8 +39,8 @@ _LONGEST_PROMPT, _LONGEST_OUTPUT = 192, 128
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 10
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 4.0
 _USUAL_SPREAD, _BURST_ERROR = 0.1, 0.08
-"""Standard deviations of logarithms: of the factor over quiet hosts, about 1, and, at least, of a burst of a few seconds
-about what longer runs have (LOG.md)."""
+"""Standard deviations of logarithms: of the factor over quiet hosts, about 1, and of a burst of a few seconds about
+what longer runs have, at least (LOG.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import stat
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,21 +80,36 @@ def _mapping(value: object, path: Path) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file in one step, so that a reader never sees half of it. Raises InputError when it cannot."""
-    if path.is_dir():
-        raise InputError(f"cannot write {path}: it is a directory")
+    """Replaces the file in one step, so that a reader never sees half of it. Raises InputError when it cannot.
+
+    A file that is there keeps its mode, and a link to it stays a link. What is no file, such as a device or a named
+    pipe, is written to instead.
+    """
+    if (stream := {"/dev/stdout": sys.stdout, "/dev/stderr": sys.stderr}.get(str(path))) is not None:
+        print(text, end="", file=stream, flush=True)
+        return
     try:
-        if not path.parent.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            note([f"made the directory {path.parent} for {path.name}"])
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        if path.is_dir():
+            raise InputError(f"cannot write {path}: it is a directory")
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(Path(os.path.realpath(path)) if path.is_symlink() else path, text)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        note([f"made the directory {path.parent} for {path.name}"])
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(name, 0o644)
+        os.chmod(name, mode)
         os.replace(name, path)
-    except OSError as error:
+    except OSError:
         os.unlink(name)
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
+        raise

@@ -2,6 +2,8 @@
 in one step."""
 
 import json
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,35 @@ def test_what_cannot_be_written_leaves_the_old_file_alone(tmp_path: Path) -> Non
         write_text(tmp_path / "a" / "b", "x")
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a").read_text() == "old"
+
+
+def test_a_link_stays_a_link_and_a_file_keeps_its_mode(tmp_path: Path) -> None:
+    there, link = tmp_path / "folder" / "there.yaml", tmp_path / "link.yaml"
+    write_text(there, "old")
+    there.chmod(0o600)
+    link.symlink_to(there)
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert there.read_text() == "new"
+    assert stat.S_IMODE(there.stat().st_mode) == 0o600
+    assert [entry.name for entry in there.parent.iterdir()] == ["there.yaml"]
+
+
+def test_what_is_no_file_is_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "null"
+    os.mkfifo(pipe)
+    link.symlink_to("/dev/null")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "text")
+        assert os.read(reader, 100) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    write_text(link, "text")
+    assert link.is_char_device()
+    write_text(Path("/dev/stdout"), "text\n")
+    assert capsys.readouterr().out == "text\n"
 
 
 @pytest.mark.parametrize("kind", ["models", "workloads"])

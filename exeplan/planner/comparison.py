@@ -23,6 +23,7 @@ from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.reports.placement_text import show_copies, show_placement
 from exeplan.planner.reports.tables import html, html_table, table
 from exeplan.planner.solution import solve
+from exeplan.planner.threads import solve_by_threads
 from exeplan.progress import SILENT, Told
 from exeplan.units import show_seconds
 
@@ -136,7 +137,10 @@ def default_row(request: PlanRequest, row: ComparisonRow, defaults: DefaultSetti
 
 
 def compare_row(request: PlanRequest, *, told: Told = SILENT) -> ComparisonRow:
-    """The row of a request under one bound. Raises InputError for wrong input, not for an infeasible bound."""
+    """The row of a request under one bound, on one device with the best number of threads that was profiled.
+
+    Raises InputError for wrong input, not for an infeasible bound.
+    """
     row = ComparisonRow(
         model=request.profile.model.name,
         cluster=request.cluster.name if request.cluster else request.profile.device.name,
@@ -146,10 +150,10 @@ def compare_row(request: PlanRequest, *, told: Told = SILENT) -> ComparisonRow:
         engine=request.profile.engine,
     )
     try:
-        plan = solve(request, told=told).optimum.plan
+        solved = solve(request, told=told) if request.cluster else solve_by_threads(request, told=told)
     except Infeasible as refused:
         return replace(row, refusal=str(refused), nearest=refused.nearest)
-    return replace(row, plan=plan)
+    return replace(row, plan=solved.optimum.plan)
 
 
 def comparison_table(rows: Sequence[ComparisonRow]) -> str:
@@ -189,7 +193,7 @@ def as_json(row: ComparisonRow) -> dict[str, Any]:
         "bound": bound_json(row.bound),
         **{
             name: plan.get(name)
-            for name in ("schedule", "placement", "replicas", "more_replicas", "estimate", "replay")
+            for name in ("schedule", "placement", "replicas", "more_replicas", "num_threads", "estimate", "replay")
         },
         "throughput_per_gpu": row.throughput_per_gpu,
         "refusal": row.refusal or None,
@@ -235,5 +239,6 @@ def _variables(plan: Plan) -> str:
 
 
 def _placements(plan: Plan) -> str:
-    """Of the first replica of each group."""
-    return " and ".join(show_placement(group.placements[0]) for group in plan.groups)
+    """Of the first replica of each group; on a CPU with its threads, where there are several."""
+    threads = f", {plan.num_threads} threads" if plan.num_threads > 1 else ""
+    return " and ".join(show_placement(group.placements[0]) for group in plan.groups) + threads

@@ -8,6 +8,7 @@ import pytest
 from exeplan import api
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
 from exeplan.errors import InputError
+from exeplan.planner.comparison import as_json, comparison_table
 from exeplan.planner.load_problem import load_plan, plan_request
 from exeplan.planner.reports.thread_table import thread_table
 from exeplan.profiler.thread_counts import parse_threads
@@ -71,6 +72,20 @@ def test_on_a_cluster_the_numbers_that_are_not_tried_are_said(profile: Profile, 
     found = api.optimize(several, LAW, latency_bound="inf", cluster=cluster, policy="orca", max_num_seqs=16)
     assert found.plan.num_threads == 1
     assert "not tried: devices of a cluster have the profile's first number, 1" in thread_table(found.threads)
+
+
+def test_a_comparison_has_the_best_number_of_threads(profile: Profile, tmp_path: Path) -> None:
+    cluster = tmp_path / "host.yaml"
+    cluster.write_text(CLUSTER.format(device=profile.device.name))
+    several = with_two_threads(profile, 3.0)
+    rows = [
+        row
+        for clusters in ((), (cluster,))
+        for row in api.compare([several], [LAW], ["inf"], clusters=clusters, policy="orca")
+    ]
+    assert [row.plan.num_threads for row in rows if row.plan] == [2, 1]
+    assert as_json(rows[0])["num_threads"] == 2
+    assert "all layers on GPU 0, 2 threads" in comparison_table(rows)
 
 
 def test_a_profile_of_one_number_is_planned_as_before(profile: Profile) -> None:

@@ -27,6 +27,20 @@ _DTYPE = "float32"
 """What the engine uses where a plan names no dtype."""
 
 _FINGERPRINTS = {"workload lengths", "profile rows"}
+_OTHER_FIELDS = (
+    "fit_context",
+    "gpus",
+    "dtype",
+    "kv_dtype",
+    "quantization",
+    "routing",
+    "device",
+    "num_threads",
+    "kv_cache_tokens",
+    "gpu_memory_utilization",
+    "max_seqs",
+)
+"""Fields that are shown as a plan has them."""
 _GAINS = ("throughput", "token_throughput", "ttft", "tpot", "latency", "latency_p99", "memory_bytes_per_gpu")
 """Figures of an estimate that are compared."""
 
@@ -119,6 +133,7 @@ def _fields(plan: Plan) -> dict[str, str]:
     found: dict[str, object] = {
         "model": plan.model,
         "policy": plan.schedule.policy,
+        "order": plan.schedule.order,
         **plan.schedule.variables,
         "placement": show_placement(plan.placement),
         "first devices": ", ".join(map(str, plan.replicas)) if plan.num_replicas > 1 else None,
@@ -128,15 +143,13 @@ def _fields(plan: Plan) -> dict[str, str]:
         "cluster": plan.cluster,
         "bounds": ", ".join(bounds) or None,
         "arrivals": "as in the trace" if plan.trace_arrivals else plan.arrival_rate,
+        "deadline": plan.deadline,
         "workload": plan.workload,
         "workload lengths": plan.workload_fingerprint,
         "profile": plan.profile,
         "engine": plan.engine,
         "profile rows": plan.profile_fingerprint,
-        **{
-            what: getattr(plan, what)
-            for what in ("gpus", "dtype", "kv_dtype", "routing", "device", "kv_cache_tokens", "max_seqs")
-        },
+        **{what: getattr(plan, what) for what in _OTHER_FIELDS},
     }
     return {what: str(value) for what, value in found.items() if value is not None}
 

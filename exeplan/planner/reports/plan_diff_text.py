@@ -14,9 +14,9 @@ _LABELS = {"latency": "latency (bound)", "memory_bytes_per_gpu": "memory"}
 def diff_text(diff: PlanDiff) -> str:
     """The difference for people."""
     changes = [(change.what, change.old or "-", change.new or "-") for change in diff.changes]
-    if not changes:
+    if not changes and diff.old == diff.new:
         return "the plans are the same"
-    lines = [table(("changes", "old", "new"), changes)]
+    lines = [table(("changes", "old", "new"), changes) if changes else "the plans differ in their estimates alone"]
     lines += ["", *_gain_lines(diff), "", *_moving_lines(diff.moving)]
     return "\n".join(lines)
 

@@ -134,6 +134,34 @@ def test_every_change_is_named() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("deadline", "2s"),
+        ("fit_context", True),
+        ("quantization", "gptq"),
+        ("num_threads", 2),
+        ("gpu_memory_utilization", 0.5),
+    ],
+)
+def test_what_a_plan_serves_and_on_what_is_compared(field: str, value: object) -> None:
+    old = plan(pipeline(6))
+    found = diff(old, replace(old, **{field: value}))  # type: ignore[arg-type]
+    assert [(change.what, change.new) for change in found.changes] == [(field, str(value))]
+
+
+def test_another_order_of_the_queue_is_a_change() -> None:
+    old = plan(pipeline(6))
+    found = diff(old, replace(old, schedule=replace(old.schedule, order="edf")))
+    assert found.changes == (Change(what="order", old="fcfs", new="edf"),)
+
+
+def test_other_estimates_of_one_plan_are_told() -> None:
+    text = diff_text(diff(plan(pipeline(6)), plan(pipeline(6), estimate=replace(ESTIMATE, throughput=3.0))))
+    assert text.startswith("the plans differ in their estimates alone\n")
+    assert "+50.0 %" in text
+
+
 def test_gains_are_relative_and_doubted_under_another_workload() -> None:
     better = replace(ESTIMATE, throughput=3.0, latency=0.25)
     found = diff(plan(pipeline(6)), plan(pipeline(6), estimate=better, workload="T"))

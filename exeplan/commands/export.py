@@ -7,7 +7,6 @@ plan's profile and workload.
 """
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,25 +86,38 @@ def _with_plug_in(args: argparse.Namespace, plan: "Plan", spec: "ModelSpec", mod
     return vllm.export_with_plug_in(plan, spec, model=model, file=args.plan)
 
 
-def _costs(plan: "Plan", exported: "Export") -> Iterator[str]:
+def _costs(plan: "Plan", exported: "Export") -> list[str]:
     """What the plan is expected to do as the engine schedules it, where that is otherwise than planned."""
+    from exeplan.errors import InputError
+
+    if exported.as_run is None:
+        return []
+    try:
+        return _replayed(plan, exported.as_run, exported.engine)
+    except InputError as error:
+        return [f"what that costs is not known: {error}"]
+
+
+def _replayed(plan: "Plan", as_run: "Plan", engine: str) -> list[str]:
+    """Raises InputError where the plan's inputs are not here, or cannot be replayed so."""
     from exeplan import api
+    from exeplan.errors import InputError
     from exeplan.planner.load_problem import other_times
     from exeplan.units import show_seconds
 
-    if exported.as_run is None or plan.replay is None:
-        return
+    if plan.replay is None:
+        raise InputError("the plan has no replay to compare with; `exeplan simulate PLAN -o PLAN` fills it in")
+    if plan.workload is None:
+        raise InputError("the plan names no workload to replay")
     if plan.profile and not Path(plan.profile).exists():
-        yield "what that costs is not known: the plan's profile is not here to replay it"
-        return
+        raise InputError("the plan's profile is not here to replay it")
     if (profile := plan.profile or api.plan_profile(plan)) is None:
-        yield "what that costs is not known: the plan names no profile to replay it"
-        return
-    simulation = api.simulate(exported.as_run, profile=profile)
-    yield from other_times(plan, simulation.request.profile)
+        raise InputError("the plan names no profile to replay it")
+    simulation = api.simulate(as_run, profile=profile)
     found, broken = simulation.replay, simulation.broken_bound
-    yield (
-        f"replayed as {exported.engine} schedules it: {found.throughput:.3g} requests/s where the plan has "
+    return [
+        *other_times(plan, simulation.request.profile),
+        f"replayed as {engine} schedules it: {found.throughput:.3g} requests/s where the plan has "
         f"{plan.replay.throughput:.3g}, latency {show_seconds(found.latency)} where it has "
-        f"{show_seconds(plan.replay.latency)}" + (f"; this breaks the {broken}" if broken else "")
-    )
+        f"{show_seconds(plan.replay.latency)}" + (f"; this breaks the {broken}" if broken else ""),
+    ]

@@ -8,14 +8,17 @@ import pytest
 
 import exeplan.export
 from exeplan.cli import main
+from exeplan.core.bounds import Bound
 from exeplan.core.models.model import load_model_spec
-from exeplan.core.plan import Plan
+from exeplan.core.plan import Plan, save_plan
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
 from exeplan.export import FORM_NAMES, engine_model, exporter_names, installed_remark, load_exporter
 from exeplan.export.forms import FORMS
 from exeplan.export.interface import Export
 from exeplan.plain_yaml import load
+
+from .test_vllm import ESTIMATE
 
 TOY = '''"""A toy engine that takes one number."""
 
@@ -105,3 +108,41 @@ def test_the_road_from_a_datasheet_to_another_engine(
     assert "; this breaks the bound 10 s on p99-length" in said.err
     assert main(["export", "plan.yaml", "--to", "sglang"]) == 2
     assert "'llama-3.1-8b' is a shipped shape without weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"workload": "gone.csv"}, "no workload 'gone.csv'"),
+        ({"workload": None}, "the plan names no workload to replay\n"),
+        ({"replay": None}, "the plan has no replay to compare with; `exeplan simulate PLAN -o PLAN` fills it in\n"),
+    ],
+)
+def test_what_cannot_be_replayed_is_exported_all_the_same(
+    changes: dict[str, object],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "llama-3.1-8b", "--datasheet", "h100-80gb", "-o", "p.json"]) == 0
+    schedule = Schedule("rra", {"prefill_batch": 8, "decode_steps": 24, "decode_batch": 120}, order="sjf")
+    plan = Plan(
+        model="llama-3.1-8b",
+        schedule=schedule,
+        placement=single_stage(load_model_spec("llama-3.1-8b")),
+        profile="p.json",
+        workload="fixed:in=20;out=6",
+        dtype="bfloat16",
+        device="cuda",
+        kv_cache_tokens=64_000,
+        bound=Bound(seconds=10.0),
+        replay=ESTIMATE,
+    )
+    save_plan(replace(plan, **changes), Path("plan.yaml"))  # type: ignore[arg-type]
+    capsys.readouterr()
+    assert main(["export", "plan.yaml", "--to", "lightllm", "--model", "a/b"]) == 0
+    said = capsys.readouterr()
+    assert "lightllm.server.api_server" in said.out
+    assert f"note: what that costs is not known: {why}" in said.err

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from exeplan.drift.trace import TraceLook
 
 POSITION = 60
+_EVERY = (0.01, 86_400.0)
+"""Seconds between two looks, at least and at most."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +89,8 @@ def rules_of(args: argparse.Namespace) -> "Rules":
     from exeplan.units import seconds
 
     dwell, every = seconds(args.dwell, "--dwell"), seconds(args.every, "--every")
+    if not _EVERY[0] <= every <= _EVERY[1]:
+        raise InputError(f"--every must lie between 10 ms and 24 h, found '{args.every}'")
     try:
         gain = float(args.gain.removesuffix("%")) / (100 if args.gain.endswith("%") else 1)
     except ValueError:

@@ -19,7 +19,11 @@ from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import InputError
 from exeplan.planner.problems.problem import Problem
 from exeplan.simulator.closed_form import steady_state
+from exeplan.units import show_seconds
 from exeplan.workload.workload import Trace
+
+MOST_LOOKS = 1_000_000
+"""Of one trace: half a year by looks every 15 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +83,17 @@ def play_trace(
 
 
 def look_times(watch: Watch, arrivals: Floats) -> Floats:
-    """Seconds from the first request at which the service looks; the last look is not before the last arrival."""
-    count = max(math.ceil(arrivals[-1] / watch.rules.every), 1)
-    return np.arange(1, count + 1) * watch.rules.every
+    """Seconds from the first request at which the service looks; the last look is not before the last arrival.
+
+    Raises InputError for a trace that takes too many of them.
+    """
+    lasts, every = float(arrivals[-1]), watch.rules.every
+    if not lasts / every <= MOST_LOOKS:
+        raise InputError(
+            f"a trace of {show_seconds(lasts)} takes more than {MOST_LOOKS:,} looks, one every {show_seconds(every)}; "
+            "give a longer --every or a higher --rate"
+        )
+    return np.arange(1, max(math.ceil(lasts / every), 1) + 1, dtype=np.float64) * every
 
 
 def _seconds(watch: Watch, problem: Problem, longest: int) -> Floats:

@@ -596,6 +596,8 @@ def test_a_trace_is_scaled_as_the_planned_one_was(planned, capsys):
     [
         (["fixed:in=10;out=5"], "is a law, not a trace"),
         (["planned.csv", "--every", "0s"], "--every must be above zero"),
+        (["planned.csv", "--every", "1us"], "--every must lie between 10 ms and 24 h, found '1us'"),
+        (["planned.csv", "--rate", "1e-300"], "takes more than 1,000,000 looks, one every 5 s; give a longer --every"),
         (["planned.csv", "--gain", "much"], "--gain must be a share such as 5% or 0.05, found 'much'"),
         (["planned.csv", "--rate", "-1"], "--rate must be a positive number"),
         (["planned.csv", "--every", "60s", "-o", "x.yaml"], "no plan to write to x.yaml"),

@@ -251,6 +251,7 @@ def test_a_plan_by_a_datasheet_is_planned_again_by_the_same_times(folder, capsys
         (["plan.yaml", "--metrics", "http://127.0.0.1:9", "-o", "plan.yaml"], "another file"),
         (["plan.yaml", "--metrics", "http://127.0.0.1:9", "--port", "70000"], "--port"),
         (["plan.yaml", "--metrics", "http://127.0.0.1:9", "--every", "fast"], "--every"),
+        (["plan.yaml", "--metrics", "http://127.0.0.1:9", "--every", "inf"], "--every must lie between 10 ms and 24 h"),
         (["plan.yaml", "--metrics", "http://127.0.0.1:9"], "no metrics from http://127.0.0.1:9"),
     ],
 )

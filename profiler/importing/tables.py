@@ -195,19 +195,27 @@ def _parquet(path: Path) -> Any:
         raise InputError(f"{path} is not a whole parquet table: {str(error).splitlines()[0]}") from None
 
 
+def cells(table: Table, column: str) -> Any:
+    """A column as it was read. Raises InputError where the table has none of that name."""
+    if column not in table.frame.columns:
+        raise InputError(f"{table.path} has no column {column}, without which it cannot be read")
+    return table.frame[column]
+
+
 def numbers(table: Table, column: str, *, positive: bool = True) -> Any:
-    """A column as floats. Raises InputError naming the line of what is no number, not finite, negative, or 0."""
+    """A column as floats. Raises InputError where it is not there, and naming the line of what is no number, not
+    finite, negative, or 0."""
     import numpy
     import pandas
 
-    values = pandas.to_numeric(table.frame[column], errors="coerce").to_numpy(dtype=float)
+    found = cells(table, column)
+    values = pandas.to_numeric(found, errors="coerce").to_numpy(dtype=float)
     wrong = numpy.flatnonzero(~(numpy.isfinite(values) & ((values > 0) if positive else (values >= 0))))
     if len(wrong):
         row = int(wrong[0])
         more = f" (and {len(wrong) - 1} more rows)" if len(wrong) > 1 else ""
         least = "above 0" if positive else "of at least 0"
         raise InputError(
-            f"{table.path} line {row + 2}: {column} must be a finite number {least}, found "
-            f"{table.frame[column].iloc[row]!r}{more}"
+            f"{table.path} line {row + 2}: {column} must be a finite number {least}, found {found.iloc[row]!r}{more}"
         )
     return values

@@ -21,10 +21,11 @@ from exeplan.errors import InputError
 from exeplan.profiler.datasheets.roofline import Datasheet
 from exeplan.profiler.importing.imported_rows import ImportedRows, rounded, thinned
 from exeplan.profiler.importing.pointwise import sampling_seconds
-from exeplan.profiler.importing.tables import Table, numbers
+from exeplan.profiler.importing.tables import Table, cells, numbers
 
 _MS = 1e-3
 _HOST_PARTS = ("schedule_median", "prepare_inputs_e2e_median", "process_model_outputs_median", "ray_comm_time_mean")
+_MLP = ("mlp_up_proj", "mlp_down_proj")
 _TOKENS_RATIO, _BYTES_RATIO = 1.02, 1.25
 """Neighbours closer than this are thinned out."""
 _MOST_ROWS = 2048
@@ -78,7 +79,7 @@ def _operations(table: Table) -> Any:
             "num_tokens": numbers(table, "num_tokens").astype(int),
             "rest": rest,
             "embed": seconds.get("emb", 0.0),
-            "mlp": seconds["mlp_up_proj"] + seconds["mlp_down_proj"],
+            "mlp": sum(_MS * numbers(table, f"time_stats.{op}.median", positive=False) for op in _MLP),
         }
     )
 
@@ -218,7 +219,7 @@ def _host_times(table: Table) -> Any:
     parts = [_MS * numbers(table, part, positive=False) for part in _HOST_PARTS if part in table.frame.columns]
     return pandas.DataFrame(
         {
-            "model": [_plain(name) for name in table.frame["model_name"].astype(str)],
+            "model": [_plain(name) for name in cells(table, "model_name").astype(str)],
             "degree": numbers(table, "tensor_parallel_degree").astype(int),
             "batch_size": numbers(table, "batch_size").astype(int),
             "overhead": sum(parts),

@@ -222,6 +222,16 @@ def test_a_damaged_table_is_named(tmp_path: Path, spec: ModelSpec) -> None:
         import_profile([folder], spec=spec, device="h100-80gb")
 
 
+def test_decode_without_the_length_of_its_cache_is_refused(tmp_path: Path, spec: ModelSpec) -> None:
+    import pandas
+
+    folder = tables(tmp_path / "tables")
+    path = folder / "h100_sxm.decode_attention.csv.gz"
+    pandas.read_csv(path, index_col=0).drop(columns="kv_len").to_csv(path)
+    with pytest.raises(InputError, match=r"h100_sxm.decode_attention.csv.gz has no column kv_len, without which"):
+        import_profile([folder], spec=spec, device="h100-80gb")
+
+
 def test_a_folder_without_tables_and_a_missing_file_are_refused(tmp_path: Path, spec: ModelSpec) -> None:
     with pytest.raises(InputError, match=r"no table of a known format \(csv, vidur, aiconfigurator\) there"):
         import_profile([tmp_path], spec=spec, device="h100-80gb")

@@ -282,6 +282,24 @@ def test_a_bad_cell_is_named_by_its_line(tmp_path: Path, spec: ModelSpec) -> Non
         import_profile([path, attention(tmp_path)], spec=spec, device="a40-48gb")
 
 
+@pytest.mark.parametrize(
+    ("file", "column"),
+    [
+        *(("first.csv.gz", column) for column in ("time_stats.mlp_down_proj.median", "n_head", "n_kv_head")),
+        *(("second.csv", column) for column in ("prefill_chunk_size", "num_tensor_parallel_workers", "n_embd")),
+        ("host.csv", "model_name"),
+    ],
+)
+def test_a_column_that_is_not_there_is_named(tmp_path: Path, spec: ModelSpec, file: str, column: str) -> None:
+    import pandas
+
+    paths = [layer(tmp_path), attention(tmp_path), host_times(tmp_path, "makers/toy-1b")]
+    pandas.read_csv(tmp_path / file, index_col=0).drop(columns=column).to_csv(tmp_path / file)
+    with pytest.raises(InputError) as refusal:
+        import_profile(paths, spec=spec, device="a40-48gb")
+    assert str(refusal.value) == f"{tmp_path / file} has no column {column}, without which it cannot be read"
+
+
 def test_other_element_sizes_and_unknown_devices_are_refused(tmp_path: Path, spec: ModelSpec) -> None:
     paths = [layer(tmp_path), attention(tmp_path)]
     with pytest.raises(InputError, match="vidur tables time 2-byte elements, not float32; take bfloat16 or float16"):

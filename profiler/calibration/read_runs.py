@@ -9,11 +9,12 @@
                 KEY=VALUE the columns engine, dtype, device, version, tensor_parallel_size and expert_parallel_size
     JSON        guidellm's report: benchmarks[] with metrics.time_to_first_token_ms, inter_token_latency_ms,
                 prompt_token_count, output_token_count and request_concurrency, of successful requests, each its mean,
-                request_totals, and config.strategy (before 0.4: args.strategy)
+                request_totals, config.backend.model, and config.strategy (before 0.4: args.strategy)
 
 What a file does not say is taken from the profile: engine, model, dtype and device; a result in JSON does not say the
-tensor parallel size unless its metadata does, which is then the profile's only one or stated by the caller. Means of
-lengths stand for all requests: lengths that vary much make a run less comparable.
+tensor parallel size unless its metadata does, which is then the profile's only one or stated by the caller. A model in
+JSON whose sizes are not known here may be a name that a server was given: it is taken for the profile's, and a remark
+says so. Means of lengths stand for all requests: lengths that vary much make a run less comparable.
 
 Comparable are runs in which a number of clients send their next prompt when they have their answer. Runs at a rate are
 not: a result of vllm's at a rate is refused; of a report of guidellm's, whose sweep has both, they are left out, and
@@ -23,7 +24,7 @@ a remark says so. So is a run of which more than one request in a hundred failed
 import csv
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class FileRuns:
-    """Of one file, in its order, with a sentence for each that was left out."""
+    """Of one file, in its order, with a sentence for each that was left out, and for each model that is not known."""
 
     runs: tuple[ServingRun, ...]
     remarks: tuple[str, ...] = ()
@@ -73,11 +74,12 @@ def read_runs(path: Path, defaults: Defaults) -> FileRuns:
     body = _json(text, path)
     if isinstance(body, dict) and "benchmarks" in body:
         return _of_report(body["benchmarks"], path, defaults)
+    results = body if isinstance(body, list) else [body]
     found = []
-    for number, one in enumerate(body if isinstance(body, list) else [body], 1):
+    for number, one in enumerate(results, 1):
         where = f"{path} run {number}"
         found.append(_run(_of_vllm(one, where), where, defaults))
-    return FileRuns(tuple(found))
+    return FileRuns(tuple(found), _taken((one.get("model_id") for one in results), path, defaults))
 
 
 def _of_csv(text: str, path: Path, defaults: Defaults) -> Iterator[ServingRun]:
@@ -150,15 +152,26 @@ def _known_model(name: Any) -> str:
         return ""
 
 
+def _taken(models: Iterable[Any], path: Path, defaults: Defaults) -> tuple[str, ...]:
+    """A sentence for each of these names that the profile's model is taken for."""
+    unknown = dict.fromkeys(str(name) for name in models if name and not _known_model(name))
+    return tuple(
+        f"{path}: model '{name}' is not known here, and is taken for {defaults.model}"
+        for name in unknown
+        if name != defaults.model
+    )
+
+
 def _of_report(benchmarks: Any, path: Path, defaults: Defaults) -> FileRuns:
     if not isinstance(benchmarks, list) or not benchmarks:
         raise InputError(f"{path} has no list of benchmarks; write guidellm's report as JSON")
-    runs, remarks = [], []
+    runs, remarks, models = [], [], []
     for number, one in enumerate(benchmarks, 1):
         where = f"{path} benchmark {number}"
         strategy = _strategy(one)
         if (kind := strategy.get("type_", "concurrent")) in _CLOSED:
             runs.append(_run(_of_guidellm(one, strategy, where), where, defaults))
+            models.append(_at(one, "config", "backend", "model"))
         else:
             remarks.append(f"{where} left out: '{kind}' sends at a rate, not when a client has its answer")
     if not runs:
@@ -166,24 +179,27 @@ def _of_report(benchmarks: Any, path: Path, defaults: Defaults) -> FileRuns:
             f"{path} has no run with a number of clients ({', '.join(_CLOSED)}), only {len(remarks)} at a rate; run "
             "guidellm with --profile concurrent"
         )
-    return FileRuns(tuple(runs), tuple(remarks))
+    return FileRuns(tuple(runs), (*remarks, *_taken(models, path, defaults)))
 
 
 def _strategy(one: Any) -> Mapping[str, Any]:
     """How requests were sent; nothing where the report does not say it."""
     for part in ("config", "args"):
-        of = one.get(part) if isinstance(one, Mapping) else None
-        if isinstance(of, Mapping) and isinstance(found := of.get("strategy"), Mapping):
+        if isinstance(found := _at(one, part, "strategy"), Mapping):
             return found
     return {}
 
 
+def _at(value: Any, *keys: str) -> Any:
+    """What lies under these keys; None where one of them is not there."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
 def _of_guidellm(one: Any, strategy: Mapping[str, Any], where: str) -> dict[str, Any]:
     def mean(name: str) -> Any:
-        value = one
-        for key in ("metrics", name, "successful", "mean"):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is None:
+        if (value := _at(one, "metrics", name, "successful", "mean")) is None:
             raise InputError(f"{where} has no metrics.{name}.successful.mean; write guidellm's report as JSON")
         return value
 
@@ -195,6 +211,7 @@ def _of_guidellm(one: Any, strategy: Mapping[str, Any], where: str) -> dict[str,
     clients = 1 if strategy.get("type_") == "synchronous" else strategy.get("streams")
     seen = max(1, round(_number(mean("request_concurrency"), f"{where}: request_concurrency")))
     return {
+        "model": _known_model(_at(one, "config", "backend", "model")),
         "ttft_ms": mean("time_to_first_token_ms"),
         "tpot_ms": mean("inter_token_latency_ms"),
         "input_tokens": round(_number(mean("prompt_token_count"), f"{where}: prompt_token_count")),

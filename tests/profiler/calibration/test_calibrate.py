@@ -318,6 +318,25 @@ def test_a_result_of_another_model_is_refused_and_one_of_the_same_sizes_is_not(
     assert found.profile.correction.own_runs == 1
 
 
+def test_a_model_that_is_not_known_is_taken_for_the_profile_s_and_said_once_a_file(tmp_path: Path) -> None:
+    lines = [json.dumps({**VLLM, "model_id": "acme/llama-70b-ft", "max_concurrency": clients}) for clients in (2, 4)]
+    of_vllm = written(tmp_path / "v.json", "\n".join(lines))
+    config = {"strategy": CONCURRENT, "backend": {"model": "acme/llama-70b-ft"}}
+    of_guidellm = written(tmp_path / "g.json", {"benchmarks": [{**guidellm_benchmark(CONCURRENT), "config": config}]})
+    for path in (of_vllm, of_guidellm):
+        found = read_runs(path, DEFAULTS)
+        assert {run.model for run in found.runs} == {"llama-3.1-8b"}
+        said = f"{path}: model 'acme/llama-70b-ft' is not known here, and is taken for llama-3.1-8b"
+        assert found.remarks == (said,)
+    assert read_runs(written(tmp_path / "v.json", VLLM), DEFAULTS).remarks == ()
+
+
+def test_a_report_of_another_model_says_whose_it_is(tmp_path: Path) -> None:
+    config = {"strategy": CONCURRENT, "backend": {"model": "Qwen/Qwen3-8B"}}
+    report = {"benchmarks": [{**guidellm_benchmark(CONCURRENT), "config": config}]}
+    assert read_runs(written(tmp_path / "g.json", report), DEFAULTS).runs[0].model == "Qwen/Qwen3-8B"
+
+
 def test_a_model_of_a_shipped_one_s_sizes_is_the_same_deployment() -> None:
     spec = load_model_sizes("Qwen/Qwen3-235B-A22B-FP8")
     named = placement_name(spec, engine="trtllm", device="h100-80gb", dtype="fp8", tensor_parallel_size=8)

@@ -37,6 +37,7 @@ from exeplan.planner.solution import Solution
 from exeplan.planner.threads import solve_by_threads
 from exeplan.profiler.datasheets.datasheet import (
     load_datasheet,
+    other_links,
     profile_from_datasheet,
     tensor_parallel_sizes_of,
     with_links,
@@ -251,6 +252,7 @@ def optimize(
     rate = parse_arrivals(_text(arrival_rate), lengths, of_trace=arrivals == "trace")
     least = parse_rate(str(min_throughput), "--min-throughput") if min_throughput is not None else 0.0
     part, whole = _gpus(measured, cluster, gpus)
+    _note_other_links(told, [(measured, part if whole else None)])
     _check_memory(bytes_of_each, measured, part)
     if gpus == "auto" and rate is None and not least:
         raise InputError("--gpus auto needs an --arrival-rate, --arrivals trace or --min-throughput to meet")
@@ -341,8 +343,9 @@ def compare(
     policy = fspath(policy)
     resolve_policies(policy)  # A wrong name is refused before anything is searched.
     places = [load_cluster(one) for one in clusters]
-    times = [*(load_profile(one) for one in profiles), *_engine_times(models, engines, places)]
-    pairs = _pairs(times, places, gpus)
+    given = [load_profile(one) for one in profiles]
+    pairs = _pairs(given, places, gpus, list(_engine_times(models, engines, places)))
+    _note_other_links(told, pairs)
     asked = list(product(pairs, [load_workload(one) for one in workloads], bounds))
     requests = [
         PlanRequest(
@@ -373,12 +376,17 @@ def _compared(request: PlanRequest, told: Told) -> Iterator[ComparisonRow]:
 
 def _engine_times(
     models: Iterable[ModelSpec | File], engines: Sequence[File], clusters: Sequence[Cluster]
-) -> Iterator[Profile]:
-    """By the datasheets of the clusters' devices: each model with each engine."""
-    devices = {cluster.device: cluster for cluster in clusters}  # Links of one cluster of each device.
-    for model, cluster, engine in product(models, devices.values(), engines):
+) -> Iterator[tuple[Profile, Cluster]]:
+    """Each model with each engine on each cluster, by the datasheet of its devices and its own links."""
+    for model, cluster, engine in product(models, clusters, engines):
         times = None if fspath(engine) == "exeplan" else engine
-        yield datasheet_profile(model, cluster.device, cluster=cluster, engine=times)
+        yield datasheet_profile(model, cluster.device, cluster=cluster, engine=times), cluster
+
+
+def _note_other_links(told: Told, pairs: Iterable[tuple[Profile, Cluster | None]]) -> None:
+    found = [sentence for profile, cluster in pairs if cluster for sentence in other_links(profile, cluster)]
+    for sentence in dict.fromkeys(found):
+        told.note(f"note: {sentence}")
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -506,14 +514,18 @@ def _gpus(
 
 
 def _pairs(
-    profiles: Sequence[Profile], clusters: Sequence[Cluster], counts: Sequence[int]
+    profiles: Sequence[Profile],
+    clusters: Sequence[Cluster],
+    counts: Sequence[int],
+    own: Sequence[tuple[Profile, Cluster]],
 ) -> Sequence[tuple[Profile, Cluster | None]]:
-    """Every profile with the clusters of its device, or with that many GPUs of them."""
+    """Every profile with the clusters of its device, and those of a cluster's `own` times, or with that many GPUs of
+    them."""
     if not clusters:
         if counts:
             raise InputError("--gpus needs a --cluster")
         return [(profile, None) for profile in profiles]
-    whole = matched(profiles, clusters)
+    whole = matched(profiles, clusters, own)
     return [(p, part) for p, cluster in whole for part in ([cluster.part(n) for n in counts] or [cluster])]
 
 

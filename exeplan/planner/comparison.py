@@ -84,8 +84,13 @@ class ComparisonRow:
         return self.estimate.throughput / self.gpus if self.estimate else None
 
 
-def matched(profiles: Sequence[Profile], clusters: Sequence[Cluster]) -> list[tuple[Profile, Cluster]]:
-    """Every profile with every cluster of its device. Raises InputError for one without a match."""
+def matched(
+    profiles: Sequence[Profile], clusters: Sequence[Cluster], own: Sequence[tuple[Profile, Cluster]] = ()
+) -> list[tuple[Profile, Cluster]]:
+    """Every profile with every cluster of its device, and then those of a cluster's `own` times.
+
+    Raises InputError for one without a match.
+    """
     devices = {cluster.device for cluster in clusters}
     for profile in profiles:
         if profile.device.name not in devices:
@@ -93,14 +98,14 @@ def matched(profiles: Sequence[Profile], clusters: Sequence[Cluster]) -> list[tu
                 f"the profile of {profile.model.name} is of {profile.device.name}, the clusters have "
                 f"{', '.join(sorted(devices))}; give a cluster of {profile.device.name}"
             )
-    measured = {profile.device.name for profile in profiles}
+    measured = {profile.device.name for profile in (*profiles, *(profile for profile, _ in own))}
     for cluster in clusters:
         if cluster.device not in measured:
             raise InputError(
                 f"cluster {cluster.name} has {cluster.device} GPUs, the profiles are of "
                 f"{', '.join(sorted(measured))}; profile a model for {cluster.device}"
             )
-    return [(p, c) for p, c in product(profiles, clusters) if p.device.name == c.device]
+    return [*((p, c) for p, c in product(profiles, clusters) if p.device.name == c.device), *own]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -18,7 +18,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import partial
-from math import inf
+from math import inf, isclose
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ MAX_CONTEXT = 131_072
 MAX_TOKENS = 131_072
 """Most tokens of a pass with a row."""
 _NUM_SEQS = tuple(2**i for i in range(12))
+_ALIKE = 0.01
+"""Links whose times differ by no more are the same."""
 _LINK_BYTES = tuple(2**i for i in range(10, 31))
 _SAMPLING_PASSES = 4
 """Reads and writes of the float32 logits by temperature, softmax and the draw."""
@@ -119,6 +121,20 @@ def with_links(sheet: Datasheet, cluster: Cluster) -> Datasheet:
         adapters_per_node=cluster.adapters_per_node,
         changes=(*sheet.changes, f"links of cluster {cluster.name}"),
     )
+
+
+def other_links(profile: Profile, cluster: Cluster) -> list[str]:
+    """A sentence where a datasheet's profile has the times of other links than the cluster's: the profile's count."""
+    if not profile.source.startswith("datasheet"):
+        return []
+    used = {"intra": cluster.gpus_per_node > 1, "inter": cluster.num_nodes > 1}
+    sends = [row for row in profile.measurements if row.op == "send" and used[row.phase]]
+    if all(isclose(row.seconds, getattr(cluster, row.phase).seconds(row.bytes), rel_tol=_ALIKE) for row in sends):
+        return []
+    return [
+        f"the times of links are the profile's ({profile.source}), not those of cluster {cluster.name}; make the "
+        f"profile with --cluster {cluster.reference or cluster.name} to plan by these"
+    ]
 
 
 def profile_from_datasheet(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from exeplan import api
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile
@@ -141,6 +142,39 @@ def test_replicas_are_shown_group_by_group(folder: Path, capsys: pytest.CaptureF
     assert main([*argv, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert (row["replicas"], row["more_replicas"]) == ([0, 1, 2, 3], [])
+
+
+def two_gpus(path: Path, speed: str) -> Path:
+    """Neither of them holds llama-3.1-8b alone."""
+    path.write_text(
+        f"device: a100-80gb\nnodes: 1\ngpus_per_node: 2\nmemory: 16GiB\nintra: {{bandwidth: {speed}, latency: 8us}}\n"
+        "inter: {bandwidth: 1GB, latency: 15us}\n"
+    )
+    return path
+
+
+def test_clusters_of_one_device_have_each_its_own_links(tmp_path: Path) -> None:
+    clusters = [two_gpus(tmp_path / f"{name}.yaml", speed) for name, speed in (("fast", "240GB"), ("slow", "100MB"))]
+    options = {"models": ["llama-3.1-8b"], "engines": ["exeplan"], "clusters": clusters, "policy": "orca"}
+    fast, slow = api.compare([], ["fixed:in=512;out=32"], ["inf"], **options)  # type: ignore[arg-type]
+    assert (fast.cluster, slow.cluster) == ("fast", "slow")
+    assert fast.estimate
+    assert slow.estimate
+    assert fast.estimate.throughput > 1.2 * slow.estimate.throughput
+
+
+def test_links_of_a_profile_that_are_not_the_cluster_s_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    two_gpus(tmp_path / "slow.yaml", "1GB")
+    assert main(["profile", "llama-3.1-8b", "--datasheet", "a100-80gb", "-o", "p.json"]) == 0
+    asked = ["--profile", "p.json", "--cluster", "slow.yaml", "--workload", SHORT, "--policy", "orca"]
+    for command in ("compare", "optimize"):
+        capsys.readouterr()
+        assert main([command, *asked, "--latency-bound", "inf"]) == 0
+        said = "note: the times of links are the profile's (datasheet a100-80gb), not those of cluster slow; "
+        assert capsys.readouterr().err.count(said) == 1
 
 
 def test_engines_stand_side_by_side_each_with_its_defaults(tmp_path, monkeypatch, capsys):

@@ -30,7 +30,13 @@ from exeplan.core.profile import Measurement, Profile, load_profile, save_profil
 from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.files import shipped, shipped_names
-from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, routed_seconds, with_links
+from exeplan.profiler.datasheets.datasheet import (
+    load_datasheet,
+    other_links,
+    profile_from_datasheet,
+    routed_seconds,
+    with_links,
+)
 from exeplan.profiler.datasheets.roofline import (
     Datasheet,
     all_reduce_seconds,
@@ -235,6 +241,21 @@ def test_a_clusters_links_replace_the_sheets(tmp_path: Path) -> None:
     assert profile.source == "datasheet a100-80gb, links of cluster slow"
     longest = max(rows(profile, "send", "inter"), key=lambda m: m.bytes)
     assert longest.seconds == pytest.approx(longest.bytes / 1e9 + 15e-6)
+
+
+def test_links_that_a_profile_has_otherwise_than_its_cluster_are_said(tmp_path: Path, sheet: Datasheet) -> None:
+    path = tmp_path / "slow.yaml"
+    path.write_text(shipped("clusters", "a100").read_text().replace("22.5GB", "1GB"))
+    profile, slow = profile_of("opt-13b", sheet), load_cluster(str(path))
+    (sentence,) = other_links(profile, slow)
+    assert sentence == (
+        "the times of links are the profile's (datasheet a100-80gb), not those of cluster slow; make the profile with "
+        f"--cluster {path} to plan by these"
+    )
+    assert other_links(profile, slow.part(8)) == [], "the nodes' own links are alike"
+    assert other_links(profile, load_cluster("a100")) == []
+    assert other_links(profile_of("opt-13b", with_links(sheet, slow)), slow) == []
+    assert other_links(replace(profile, source="measured"), slow) == []
 
 
 def test_between_nodes_everything_takes_longer(sheet: Datasheet) -> None:

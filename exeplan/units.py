@@ -8,6 +8,8 @@ from exeplan.errors import InputError
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _BYTES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|[-+]?inf|nan)\s*([a-z]*)\s*", re.IGNORECASE)
+_MOST_DIGITS = 9
+"""Of a time that is hardly beyond a bound."""
 
 
 def seconds(text: str, name: str = "the duration") -> float:
@@ -36,16 +38,27 @@ def _positive(text: str, units: dict[str, float] | dict[str, int], name: str, wh
     return value
 
 
-def show_seconds(value: float | None) -> str:
-    """Seconds for people, three digits: 4.21 s, 38.2 ms, 920 us."""
+def show_seconds(value: float | None, *, digits: int = 3) -> str:
+    """Seconds for people, three digits: 4.21 s, 38.2 ms, 920 us; from 1000 s on whole ones: 1205 s."""
     if value is None:
         return "-"
     if math.isinf(value):
         return "no limit"
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value / 1e-6:.3g} us"
+        if float(f"{value / scale:.{digits}g}") >= 1:
+            return f"{_without_exponent(value / scale, digits)} {unit}"
+    return f"{value / 1e-6:.{digits}g} us"
+
+
+def show_apart(value: float, bound: float) -> tuple[str, str]:
+    """Seconds that break a bound, and the bound, with the digits that tell them apart: 2.004 s and 2 s."""
+    shown = ((show_seconds(value, digits=n), show_seconds(bound, digits=n)) for n in range(3, _MOST_DIGITS + 1))
+    return next((pair for pair in shown if pair[0] != pair[1]), (show_seconds(value), show_seconds(bound)))
+
+
+def _without_exponent(value: float, digits: int) -> str:
+    shown = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e" in shown else shown
 
 
 def show_bytes(value: float) -> str:

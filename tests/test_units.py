@@ -5,7 +5,7 @@ import math
 import pytest
 
 from exeplan.errors import InputError
-from exeplan.units import num_bytes, seconds, show_bytes, show_seconds
+from exeplan.units import num_bytes, seconds, show_apart, show_bytes, show_seconds
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,36 @@ def test_a_size_is_finite_and_at_least_a_byte(text: str) -> None:
 )
 def test_shows_durations_with_three_digits(value: float | None, text: str) -> None:
     assert show_seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (999.6e-6, "1 ms"),
+        (999.6, "1000 s"),
+        (1204.9, "1205 s"),
+        (7.2e6, "7200000 s"),
+    ],
+)
+def test_the_unit_is_that_of_the_rounded_time_and_none_has_an_exponent(value: float, text: str) -> None:
+    assert show_seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "texts"),
+    [
+        (2.512, 2.0, ("2.51 s", "2 s")),
+        (2.004, 2.0, ("2.004 s", "2 s")),
+        (1.000004, 1.0, ("1.000004 s", "1 s")),
+        (0.99996, 0.99994, ("1 s", "999.9 ms")),
+        (1205.4, 1205.0, ("1205.4 s", "1205 s")),
+        (2.0, math.inf, ("2 s", "no limit")),
+    ],
+)
+def test_a_time_and_the_bound_that_it_breaks_look_unequal(value: float, bound: float, texts: tuple[str, str]) -> None:
+    assert show_apart(value, bound) == texts
 
 
 @pytest.mark.parametrize(("value", "text"), [(3 << 29, "1.50 GiB"), (1 << 19, "0.5 MiB")])

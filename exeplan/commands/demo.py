@@ -205,13 +205,13 @@ def _errors(rows: "Sequence[Measured]") -> Iterator[str]:
 
 
 def _broken(rows: "Sequence[Measured]", bound: float) -> Iterator[str]:
-    from exeplan.units import show_seconds
+    from exeplan.units import show_apart
 
     for row in rows:
         latency, even = row.mean("measured", "latency"), row.mean("at_profile_speed", "latency")
         if latency and latency > bound:
             why = "the machine is slower than it was" if even and even <= bound else "so it would at profiling speed"
-            yield f"{row.plan.schedule} breaks the bound with {show_seconds(latency)}: {why}"
+            yield f"{row.plan.schedule} breaks the bound with {show_apart(latency, bound)[0]}: {why}"
 
 
 def _ranking(rows: "Sequence[Measured]") -> Iterator[str]:

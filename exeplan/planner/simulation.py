@@ -33,6 +33,7 @@ from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.routed import RoutedRun
 from exeplan.simulator.run import Run
 from exeplan.simulator.timeline import draw_stages, write_timeline
+from exeplan.units import show_apart, show_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,14 +138,24 @@ class Simulation:
 
     @property
     def _remark(self) -> str:
-        broken = f"the replay breaks the {self.broken_bound}" if self.broken_bound else ""
         lines = (
             OF_REPLAYS if self.problem.arrivals else "",
             *full_line(self.full),
             notes_on(replay=self.plan.replay).strip(),
-            broken,
+            self._broken,
         )
         return "\n".join(line for line in lines if line)
+
+    @property
+    def _broken(self) -> str:
+        """That the replay breaks a bound; with its value where three digits of that look like the bound."""
+        found = binding(self.problem.bounds, self.replay)
+        if found is None or found[1] <= 1:
+            return ""
+        bound, share = found
+        alike = not bound.targets and show_seconds(share * bound.seconds) == show_seconds(bound.seconds)
+        by = f", by {show_apart(share * bound.seconds, bound.seconds)[0]}" if alike else ""
+        return f"the replay breaks the {bound}{by}"
 
     def __repr__(self) -> str:
         figures = side_by_side(**self.plan.figures)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import exeplan
 from exeplan.cli import main
 from exeplan.core.profile import Profile, save_profile
 from exeplan.files import read_yaml
+from exeplan.units import seconds, show_seconds
 
 LAW = "normal:in=40,10,80;out=12,5,24"
 LENGTHS = {"input_tokens": [10, 40, 20, 30], "output_tokens": [5, 9, 7, 12]}
@@ -202,6 +205,20 @@ def test_a_broken_bound_is_said(profile: Profile, solution: exeplan.Solution) ->
     done = exeplan.simulate(solution.plan, profile=profile, workload="fixed:in=80;out=300")
     assert done.broken_bound == exeplan.Bound(seconds=0.1)
     assert repr(done).endswith("the replay breaks the bound 100 ms on p99-length")
+
+
+def test_a_bound_that_is_hardly_broken_is_said_with_the_digits_that_show_it(
+    profile: Profile, solution: exeplan.Solution
+) -> None:
+    latency = exeplan.simulate(solution.plan, profile=profile).replay.latency
+    assert latency is not None
+    plan = replace(solution.plan, bound=exeplan.Bound(seconds=latency * (1 - 1e-6)))
+    text = repr(exeplan.simulate(plan, profile=profile))
+    found = re.search(r"the replay breaks the bound (.*) on p99-length, by (.*)$", text)
+    assert found
+    bound, needed = found.groups()
+    assert bound == show_seconds(latency) != needed
+    assert seconds(needed) == pytest.approx(latency, rel=1e-6)
 
 
 def test_a_comparison_has_a_row_for_each_pair_and_bound(profile: Profile) -> None:

@@ -25,7 +25,7 @@ from exeplan.planner.problems.replicas import GroupFigures, division_throughput,
 from exeplan.search.search import Result
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.run import Run
-from exeplan.units import show_bytes, show_seconds
+from exeplan.units import show_apart, show_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,8 @@ def _at_rate(pipelines: Pipelines, key: Key, group: ReplicaGroup, search: Result
     if key not in pipelines.proofs:
         bound, share = binding(bounds, replayed) or (pipelines.problem.bound, 0.0)
         if share > 1:
-            refusal = f"{key[1]}: the schedule that was found needs {show_seconds(share * bound.seconds)} {bound.name}"
+            needed, _ = show_apart(share * bound.seconds, bound.seconds)
+            refusal = f"{key[1]}: the schedule that was found needs {needed} {bound.name}"
             return replace(found, schedule=None, refusal=refusal)
     return replace(found, estimate=replayed, replicas=group.first_devices, replayed=replayed.throughput)
 

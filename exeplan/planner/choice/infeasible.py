@@ -13,7 +13,7 @@ from exeplan.planner.margins.margins import Margins
 from exeplan.planner.problems.problem import Problem
 from exeplan.search.search import Result
 from exeplan.simulator.closed_form import steady_state
-from exeplan.units import show_bytes, show_seconds
+from exeplan.units import show_apart, show_bytes, show_seconds
 
 _WIDER = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
 """Factors on the bounds that are tried to find the nearest ones that sustain a rate."""
@@ -38,11 +38,11 @@ def policy_refusal(problem: Problem, policy: str, result: Result) -> str:
 def _least_latency(problem: Problem, schedule: Schedule, latency: float) -> str:
     """The binding bound's own value at a search's `latency`, in seconds of `problem.limit`; its name if of several."""
     if sum(math.isfinite(bound.seconds) for bound in problem.bounds) < 2:
-        return show_seconds(latency)
+        return show_apart(latency, problem.limit)[0]
     factor = latency / problem.limit
     bound = problem.binding_bound(schedule)
     wider = replace(bound, seconds=factor * bound.seconds)
-    return str(wider) if bound.targets else f"{show_seconds(wider.seconds)} {bound.name}"
+    return str(wider) if bound.targets else f"{show_apart(wider.seconds, bound.seconds)[0]} {bound.name}"
 
 
 def too_tight(problem: Problem, lowest: Schedule, shares: Sequence[float], margin: Margins | None = None) -> Infeasible:
@@ -53,11 +53,11 @@ def too_tight(problem: Problem, lowest: Schedule, shares: Sequence[float], margi
     needed = shares[number] * bound.seconds
     length = problem.workload.output_quantile(0.99)
     name = "latency bound" if bound.on_latency else f"{bound.metric} bound"
-    tightest = _round_up(needed)
+    tightest, (shown, asked) = _round_up(needed), show_apart(needed, bound.seconds)
     added = f"with the margin of --risk, {100 * margin.values[number]:.1f} %, " if margin else ""
     return Infeasible(
-        f"{name} {show_seconds(bound.seconds)}, but {added}the lowest-latency schedule, {lowest}, needs "
-        f"{show_seconds(needed)} for {meaning(bound, length)}: {_floor(problem, bound, length)}; the tightest "
+        f"{name} {asked}, but {added}the lowest-latency schedule, {lowest}, needs "
+        f"{shown} for {meaning(bound, length)}: {_floor(problem, bound, length)}; the tightest "
         f"possible bound{' with that margin' if margin else ''} is {tightest}",
         nearest=f"the tightest {name}{' with the margin of --risk' if margin else ''} would be {tightest}",
         wider=needed / bound.seconds,
@@ -93,9 +93,10 @@ def too_slow(
 
 def burst(problem: Problem, schedule: Schedule, bound: Bound, needed: float) -> Infeasible:
     """Every schedule breaks a bound in the replay with arrivals."""
+    shown, asked = show_apart(needed, bound.seconds)
     return Infeasible(
         f"{problem.arrivals} arrive, and the best replayed schedule, {schedule}, needs "
-        f"{show_seconds(needed)} for {bound.metric}, the wait included; the bound is {show_seconds(bound.seconds)}",
+        f"{shown} for {bound.metric}, the wait included; the bound is {asked}",
         nearest=f"{bound.metric} would be {_round_up(needed)}",
         wider=needed / bound.seconds,
     )

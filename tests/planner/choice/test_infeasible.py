@@ -1,6 +1,7 @@
 """Why a policy has no schedule: the binding bound with its own value, the residents, or the memory."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,11 @@ from exeplan.core.cluster import load_cluster
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Stage
-from exeplan.planner.choice.infeasible import policy_refusal, too_tight
+from exeplan.planner.choice.infeasible import burst, policy_refusal, too_tight
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.units import seconds, show_seconds
+from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
 
 LAW = "normal:in=40,10,80;out=12,5,24"
@@ -36,6 +38,17 @@ def test_the_bound_that_binds_is_named_with_its_own_value(metric: str, profile: 
     value = found.ttft if metric == "ttft" else found.percentiles[metric]
     assert value is not None
     assert refused(problem, 4, "latency") == f"orca needs at least {show_seconds(value)} {bounds[1].name}"
+
+
+def test_a_bound_that_is_hardly_broken_and_what_is_needed_look_unequal(profile: Profile) -> None:
+    problem = make_problem(profile, load_workload(LAW), Bound(seconds=2.0), max_seqs=8)
+    lowest = problem.schedule("orca", {"max_num_seqs": 1})
+    message = str(too_tight(problem, lowest, [1.002]))
+    assert message.startswith("latency bound 2 s, but the lowest-latency schedule, orca(max_num_seqs=1), needs 2.004 s")
+    arriving = replace(problem, arrivals=Arrivals(rate=5.0))
+    assert "needs 2.004 s for p99-length, the wait included; the bound is 2 s" in str(
+        burst(arriving, lowest, problem.bound, 2.004)
+    )
 
 
 def test_residents_bind_before_the_memory(profile: Profile) -> None:

@@ -205,13 +205,17 @@ def _what_limits(more_latency: WhatIf, more_memory: WhatIf, more_gpus: WhatIf) -
     gaining = sorted((what for what in asked if what.gains), key=lambda what: -(what.gain or 0.0))
     if gaining:
         return "; ".join(f"{what.limit}: {_briefly(what)} {_gains(what)}" for what in gaining)
-    most = percent(max(what.noise for what in asked))
-    tried = " or ".join(what.change for what in asked)
+    most, tried = _most_noise(asked), " or ".join(what.change for what in asked)
     if more_gpus.gains:
         return f"the GPUs: {more_gpus.change} {_gains(more_gpus)}, {tried} alone gains at most {most}"
     if more_gpus.gain is None:
         return f"the device: {tried} alone gains at most {most}"
-    return f"nothing alone: {tried} or {more_gpus.change} gains at most {most}"
+    return f"nothing alone: {tried} or {more_gpus.change} gains at most {_most_noise([*asked, more_gpus])}"
+
+
+def _most_noise(asked: Sequence[WhatIf]) -> str:
+    """The most that one of them may gain, none of which certainly does."""
+    return percent(max(what.noise for what in asked))
 
 
 def _briefly(what: WhatIf) -> str:

@@ -18,7 +18,7 @@ from exeplan.core.profile import Profile, save_profile
 from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.problems.problem import Problem, make_problem
-from exeplan.planner.reports.explain import NO_GAIN, Explanation, WhatIf, explain, larger, throughput
+from exeplan.planner.reports.explain import NO_GAIN, Explanation, WhatIf, _what_limits, explain, larger, throughput
 from exeplan.planner.reports.explain_text import as_json, explanation_lines
 from exeplan.planner.reports.placement_text import show_equal
 from exeplan.planner.solution import Solution
@@ -68,6 +68,16 @@ def test_the_device_limits_where_more_of_nothing_gains(profile: Profile) -> None
     found = explained(problem(profile, float("inf"), max_seqs=200), "orca")
     assert found.limits[0] == "the device: 220 residents instead of 200 alone gains at most 1 %"
     assert found.more_latency.note == "there is no bound"
+
+
+def test_what_gains_at_most_covers_the_noise_of_all_that_is_named() -> None:
+    latency = WhatIf(change="10 % more of the bound", limit="the bound", gain=0.0, noise=0.01)
+    memory = WhatIf(change="10 % more memory on each GPU", limit="KV memory", gain=0.015, noise=0.02)
+    gpus = WhatIf(change="3 GPUs instead of 2", limit="the GPUs", gain=0.05, noise=0.08)
+    assert _what_limits(latency, memory, gpus) == (
+        "nothing alone: 10 % more of the bound or 10 % more memory on each GPU or 3 GPUs instead of 2 gains at most 8 %"
+    )
+    assert _what_limits(latency, memory, replace(gpus, gain=0.2)).endswith("memory on each GPU alone gains at most 2 %")
 
 
 def test_the_runner_up_is_the_next_best_policy_by_its_replay(profile: Profile) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from exeplan.core.bounds import Bound, utilizations, values_of
 from exeplan.core.cluster import Cluster
@@ -91,6 +91,13 @@ class RunnerUp:
     noise: float = NO_GAIN
 
 
+class _Others(NamedTuple):
+    """The other policies that have a schedule."""
+
+    best: RunnerUp | None
+    unplanned: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """The explanation of a plan."""
@@ -110,6 +117,8 @@ class Explanation:
     runner_up: RunnerUp | None
     refusals: tuple[str, ...]
     """Why the policies without a schedule have none."""
+    unplanned: tuple[str, ...]
+    """Of the policies with a schedule by the closed form of which replays make no plan: what they would reach."""
     more_gpus: WhatIf
     more_latency: WhatIf
     more_memory: WhatIf
@@ -161,7 +170,7 @@ def explain(
     more_latency = _more_latency(explained, told.part(0.0, 0.35, "more latency"))
     more_memory = _more_memory(explained, placed, told.part(0.35, 0.7, "more memory"))
     more_gpus = _more_gpus(explained, whole or problem.cluster, told.part(0.7, 0.8, "more GPUs"))
-    runner_up = _runner_up(explained, told.part(0.8, 0.9, "runner-up"))
+    others = _others(explained, told.part(0.8, 0.9, "runner-up"))
     told("where the time goes", 0.9)
     found = tuple(_broken_down(one, g.schedule, seed=seed) for one, g in zip(placed, plan.groups, strict=True))
     return Explanation(
@@ -171,8 +180,9 @@ def explain(
         limits=(_what_limits(more_latency, more_memory, more_gpus), *_what_takes_time(plan.groups, found)),
         bounds=tuple(_bound_sentences(problem, plan)),
         breakdowns=found,
-        runner_up=runner_up,
+        runner_up=others.best,
         refusals=tuple(c.refusal for c in optimum.candidates if c.refusal),
+        unplanned=others.unplanned,
         more_gpus=more_gpus,
         more_latency=more_latency,
         more_memory=more_memory,
@@ -331,25 +341,28 @@ def _more_memory(explained: _Plan, placed: Sequence[Problem], told: Told) -> Wha
     return explained.with_more(change, limit, replace(problem, max_seqs=residents), told)
 
 
-def _runner_up(explained: _Plan, told: Told) -> RunnerUp | None:
+def _others(explained: _Plan, told: Told) -> _Others:
     """The best plan of another policy by its replay. In the order of the closed form, until no later one can win."""
     own = explained.optimum.plan.schedule.policy
     others = [c for c in explained.optimum.candidates if c.schedule is not None and c.policy != own]
     best: Optimum | None = None
+    unplanned = []
     most = partial(_most, explained.problem)
     for other in sorted(others, key=most, reverse=True):
         if best and throughput(best) >= most(other):
             break
         try:
             found = explained.again(explained.problem, policies=(other.policy,), told=told)
-        except Infeasible:  # Its replays break a bound.
+        except Infeasible as error:  # Its replays break a bound, or serve less than is required.
+            unplanned.append(f"{other.policy}: by its replays {error.nearest or error}")
             continue
         best = found if best is None else max(best, found, key=throughput)
     if best is None:
-        return None
+        return _Others(best=None, unplanned=tuple(unplanned))
     rate = throughput(best)
     noise = _gap(explained.optimum, best)
-    return RunnerUp(plan=best.plan, throughput=rate, less=1 - rate / explained.throughput, noise=noise)
+    found = RunnerUp(plan=best.plan, throughput=rate, less=1 - rate / explained.throughput, noise=noise)
+    return _Others(best=found, unplanned=tuple(unplanned))
 
 
 def _most(problem: Problem, one: Candidate) -> float:

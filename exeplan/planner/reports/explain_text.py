@@ -28,6 +28,7 @@ def explanation_lines(explanation: Explanation) -> str:
         "",
         f"best plan of another policy: {_runner_up(e)}",
         *(f"no schedule: {refusal}" for refusal in e.refusals),
+        *(f"no plan of {refusal}" for refusal in e.unplanned),
         *(f"{what.change}: {_show_what_if(what)}" for what in (e.more_gpus, e.more_latency, e.more_memory)),
     ]
     return "\n".join(lines)
@@ -63,10 +64,10 @@ def _stage_table(placement: Placement, breakdown: Breakdown) -> str:
 
 
 def _runner_up(e: Explanation) -> str:
-    if e.runner_up is None:
-        only = f"none, only {e.schedule.policy} was searched"
-        return "none, no other policy has a schedule" if e.refusals else only
-    r = e.runner_up
+    if (r := e.runner_up) is None:
+        if e.unplanned:
+            return "none, no schedule of another policy keeps what is asked in its replays"
+        return "none, no other policy has a schedule" if e.refusals else f"none, only {e.schedule.policy} was searched"
     less = f"{100 * abs(r.less):.1f} % {'less' if r.less >= 0 else 'more'}"
     chance = ", within noise" if abs(r.less) <= r.noise else ""
     return f"{show_copies(r.plan)}, {r.throughput:.3g} req/s, {less}{chance}"
@@ -99,6 +100,7 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
         ],
         "runner_up": runner_up,
         "refusals": list(e.refusals),
+        "unplanned": list(e.unplanned),
         "more_gpus": _what_if_json(e.more_gpus),
         "more_latency": _what_if_json(e.more_latency),
         "more_memory": _what_if_json(e.more_memory),

@@ -15,6 +15,7 @@ from exeplan.cli import main
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, Link
 from exeplan.core.profile import Profile, save_profile
+from exeplan.errors import Infeasible
 from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.problems.problem import Problem, make_problem
@@ -89,6 +90,25 @@ def test_the_runner_up_is_the_next_best_policy_by_its_replay(profile: Profile) -
     assert found.runner_up is not None
     assert found.runner_up.throughput == pytest.approx(rates[1], rel=NO_GAIN)
     assert as_json(found)["runner_up"]["less"] == pytest.approx(1 - rates[1] / rates[0], abs=NO_GAIN)
+
+
+def test_a_policy_whose_replays_break_a_bound_is_said_to_be_without_a_plan(profile: Profile) -> None:
+    """It has a schedule by the closed form, which the table of policies shows."""
+    asked, names = problem(profile, 0.1), ("orca", "rra")
+
+    def again(other: Problem, *, policies: tuple[str, ...] | None = None, told: Told = SILENT) -> Optimum:
+        if policies == ("orca",):
+            raise Infeasible("latency bound 100 ms", nearest="the tightest latency bound would be 103 ms")
+        return optimize(other, policies=policies or names, told=told)
+
+    optimum = optimize(asked, policies=names)
+    assert all(one.schedule for one in optimum.candidates)
+    found = explain(asked, optimum, again=again)
+    assert (found.schedule.policy, found.runner_up) == ("rra", None)
+    text = explanation_lines(found)
+    assert "another policy: none, no schedule of another policy keeps what is asked in its replays" in text
+    assert "no plan of orca: by its replays the tightest latency bound would be 103 ms" in text
+    assert as_json(found)["unplanned"] == list(found.unplanned)
 
 
 def test_percentiles_and_joint_attainment_have_their_sentences(profile: Profile) -> None:
@@ -218,6 +238,7 @@ def test_the_command_prints_it_and_has_it_for_programs(
         "groups",
         "runner_up",
         "refusals",
+        "unplanned",
         "more_gpus",
         "more_latency",
         "more_memory",

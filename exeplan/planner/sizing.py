@@ -17,10 +17,10 @@ from exeplan.errors import Infeasible
 from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.infeasible import too_tight
 from exeplan.planner.choice.search_space import variants
-from exeplan.planner.problems.headroom import most_rate
+from exeplan.planner.problems.headroom import is_most, most_rate
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replays import replay_estimate
-from exeplan.planner.reports.explain import larger
+from exeplan.planner.reports.explain import compared, larger
 from exeplan.planner.reports.placement_text import show_copies
 from exeplan.planner.reports.tables import table
 from exeplan.policies import load_policy
@@ -109,12 +109,17 @@ def never_worse(tried: Sequence[Tried]) -> tuple[Tried, ...]:
     best: Tried | None = None
     found = []
     for size in tried:
-        if best and best.optimum and (not size.optimum or _most(size.optimum.plan) < _most(best.optimum.plan)):
+        if best and best.optimum and (not size.optimum or _serves_less(size.optimum, best.optimum)):
             size = replace(best, num_gpus=size.num_gpus)
         if size.optimum:
             best = size
         found.append(size)
     return tuple(found)
+
+
+def _serves_less(one: Optimum, other: Optimum) -> bool:
+    first, second = compared(one, other).rates
+    return first < second
 
 
 def _most(plan: Plan) -> float:
@@ -178,9 +183,9 @@ def _suffices(found: Tried, words: str, whole: Cluster) -> str:
     assert found.optimum is not None
     plan = found.optimum.plan
     arrives = plan.arrival_rate is not None or plan.trace_arrivals
-    most = (
-        "" if arrives and most_rate(plan) is None else f" at {'up to ' if arrives else ''}{_most(plan):.3g} requests/s"
-    )
+    up_to = "up to " if arrives and not is_most(plan.rate_headroom) else ""
+    more = " and more" if is_most(plan.rate_headroom) else ""
+    most = "" if arrives and most_rate(plan) is None else f" at {up_to}{_most(plan):.3g} requests/s{more}"
     return f"{found.num_gpus} GPUs {words}, by {show_copies(plan)}{most}{_beyond_file(found.num_gpus, whole)}"
 
 
@@ -309,7 +314,7 @@ def sizes_table(tried: tuple[Tried, ...]) -> str:
             (
                 str(size.num_gpus),
                 f"{show_copies(plan)}{idle}",
-                f"{_most(plan):.3g}",
+                f"{_most(plan):.3g}{' or more' if is_most(plan.rate_headroom) else ''}",
                 show_seconds(size.optimum.plan.replay.latency),
             )
         )

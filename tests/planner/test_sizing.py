@@ -238,6 +238,20 @@ def test_plans_for_a_trace_compare_by_what_they_sustain(profile: Profile) -> Non
     assert never_worse(tried) == tried
 
 
+def test_plans_beyond_the_headroom_that_is_told_compare_by_full_batches(profile: Profile) -> None:
+    one = exeplan.optimize(profile, LAW, latency_bound="200ms", arrival_rate=1.0, policy="orca").optimum
+    assert one.full is not None
+    plan, full = replace(one.plan, rate_headroom=4.0), one.full
+
+    def size(number: int, served: float) -> Tried:
+        return Tried(num_gpus=number, optimum=replace(one, plan=plan, full=replace(full, throughput=served)))
+
+    more, less = (size(1, 20.0), size(2, 30.0)), (size(1, 30.0), size(2, 20.0))
+    assert never_worse(more) == more
+    assert never_worse(less) == (less[0], replace(less[0], num_gpus=2))
+    assert re.findall(r" ([\d.]+ or more) ", sizes_table(more)) == ["5 or more", "5 or more"]
+
+
 def test_gpus_beyond_the_cluster_need_another_cluster_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(capsys, "--gpus", "6", "--latency-bound", "200ms", "--min-throughput", "1000")
     found = re.search(r"(\d+) GPUs .*suffice, by .*raise `nodes` in the cluster file from 2 to (\d+)$", message)

@@ -50,10 +50,16 @@ def with_headroom(plan: Plan, alone: Sequence[Problem], *, known: Headrooms | No
 
 
 def most_rate(plan: Plan) -> float | None:
-    """The highest rate within the bounds, requests/s, of a plan that has headroom; None without."""
+    """The highest rate within the bounds, requests/s, of a plan that has headroom, or less where that is the most that
+    is told; None without."""
     if plan.rate_headroom is None or plan.estimate is None:
         return None
     return (plan.arrival_rate or plan.estimate.throughput) * (1 + plan.rate_headroom)
+
+
+def is_most(headroom: float | None) -> bool:
+    """Whether it is the most that is told: the bounds hold up to there, and may hold further."""
+    return headroom is not None and headroom >= _LIMIT
 
 
 def drift_headroom(problem: Problem, schedule: Schedule) -> float | None:

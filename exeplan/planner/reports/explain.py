@@ -3,7 +3,8 @@
 What limits a plan is what gains throughput when there is more of it: the problem is optimized again with a tenth more
 of the bounds, with a tenth more memory or residents, and with one GPU more, over the same policies and with the same
 replays as the plan. Gains compare the replayed throughput of both plans; with an arrival rate, which every replay
-attains, the highest rate within the bounds. The old plan answers the wider problem too, so that no gain is negative.
+attains, the highest rate within the bounds, or what full batches serve where one of those is beyond the headroom that
+is told. The old plan answers the wider problem too, so that no gain is negative.
 
 Not here: how it is shown (`explain_text.py`).
 """
@@ -22,7 +23,7 @@ from exeplan.errors import Infeasible
 from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.candidates import Candidate, capacity
 from exeplan.planner.choice.infeasible import meaning
-from exeplan.planner.problems.headroom import most_rate
+from exeplan.planner.problems.headroom import is_most, most_rate
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replays import replay_estimate
 from exeplan.planner.reports.placement_text import show_equal
@@ -68,6 +69,8 @@ class WhatIf:
     """Of throughput, relative to the plan's."""
     noise: float = NO_GAIN
     """A gain up to this is none."""
+    of_full_batches: bool = False
+    """What the throughput is of, and the gain."""
     note: str = ""
     """Why there is no plan."""
 
@@ -89,6 +92,14 @@ class RunnerUp:
     less: float
     """Relative to the plan's throughput; negative where chance gives it more."""
     noise: float = NO_GAIN
+    of_full_batches: bool = False
+
+
+class Compared(NamedTuple):
+    """Requests/s of whole plans, as gains compare them."""
+
+    rates: tuple[float, ...]
+    of_full_batches: bool
 
 
 class _Others(NamedTuple):
@@ -105,9 +116,11 @@ class Explanation:
     groups: tuple[ReplicaGroup, ...]
     """Equal replicas each."""
     throughput: float
-    """Requests/s in the replay; where requests arrive the highest rate within the bounds."""
+    """Requests/s in the replay; where requests arrive the highest rate within the bounds, or of full batches."""
     at_rate: bool
     """Requests arrive: throughput and gains are the highest rate within the bounds."""
+    of_full_batches: bool
+    """The same, where that rate is beyond the headroom that is told: they are what full batches serve."""
     limits: tuple[str, ...]
     """What limits the throughput, the first cause first."""
     bounds: tuple[str, ...]
@@ -138,21 +151,22 @@ class _Plan:
     optimum: Optimum
     again: Again
 
-    @property
-    def throughput(self) -> float:
-        return throughput(self.optimum)
-
     def with_more(self, change: str, limit: str, problem: Problem, told: Told) -> WhatIf:
         """The best plan of a problem that asks for no more than this one's: this plan answers it too."""
-        best = self.optimum
         try:
             other = self.again(problem, told=told)
-            best = max(best, other, key=throughput)
         except Infeasible:
-            other = best
-        after, gap = throughput(best), _gap(self.optimum, other)
-        gain = after / self.throughput - 1
-        return WhatIf(change=change, limit=limit, plan=best.plan, throughput=after, gain=gain, noise=gap)
+            other = self.optimum
+        (before, after), of_full_batches = compared(self.optimum, other)
+        return WhatIf(
+            change=change,
+            limit=limit,
+            plan=other.plan if after > before else self.optimum.plan,
+            throughput=max(before, after),
+            gain=max(before, after) / before - 1,
+            noise=_gap(self.optimum, other),
+            of_full_batches=of_full_batches,
+        )
 
 
 def explain(
@@ -173,10 +187,12 @@ def explain(
     others = _others(explained, told.part(0.8, 0.9, "runner-up"))
     told("where the time goes", 0.9)
     found = tuple(_broken_down(one, g.schedule, seed=seed) for one, g in zip(placed, plan.groups, strict=True))
+    (own,), of_full_batches = compared(optimum)
     return Explanation(
         groups=plan.groups,
-        throughput=explained.throughput,
+        throughput=own,
         at_rate=problem.arrivals is not None,
+        of_full_batches=of_full_batches,
         limits=(_what_limits(more_latency, more_memory, more_gpus), *_what_takes_time(plan.groups, found)),
         bounds=tuple(_bound_sentences(problem, plan)),
         breakdowns=found,
@@ -198,10 +214,18 @@ def _broken_down(placed: Problem, schedule: Schedule, *, seed: int) -> Breakdown
 
 
 def throughput(optimum: Optimum) -> float:
-    """Requests/s of the whole plan, as gains compare them: replayed, or where requests arrive the highest rate within
-    the bounds."""
+    """Requests/s of the whole plan: replayed, or where requests arrive the highest rate within the bounds that is
+    told."""
     assert optimum.plan.replay is not None
     return most_rate(optimum.plan) or optimum.plan.replay.throughput
+
+
+def compared(*optima: Optimum) -> Compared:
+    """The throughput of each, or of its full batches where one of them has more headroom than is told."""
+    full = [one.full.throughput for one in optima if one.full]
+    if len(full) == len(optima) and any(is_most(one.plan.rate_headroom) for one in optima):
+        return Compared(tuple(full), of_full_batches=True)
+    return Compared(tuple(map(throughput, optima)), of_full_batches=False)
 
 
 def _gap(*optima: Optimum) -> float:
@@ -349,20 +373,30 @@ def _others(explained: _Plan, told: Told) -> _Others:
     unplanned = []
     most = partial(_most, explained.problem)
     for other in sorted(others, key=most, reverse=True):
-        if best and throughput(best) >= most(other):
+        if best and compared(best).rates[0] >= most(other):
             break
         try:
             found = explained.again(explained.problem, policies=(other.policy,), told=told)
         except Infeasible as error:  # Its replays break a bound, or serve less than is required.
             unplanned.append(f"{other.policy}: by its replays {error.nearest or error}")
             continue
-        best = found if best is None else max(best, found, key=throughput)
+        best = found if best is None or _serves_more(found, best) else best
     if best is None:
         return _Others(best=None, unplanned=tuple(unplanned))
-    rate = throughput(best)
-    noise = _gap(explained.optimum, best)
-    found = RunnerUp(plan=best.plan, throughput=rate, less=1 - rate / explained.throughput, noise=noise)
-    return _Others(best=found, unplanned=tuple(unplanned))
+    (winning, rate), of_full_batches = compared(explained.optimum, best)
+    runner_up = RunnerUp(
+        plan=best.plan,
+        throughput=rate,
+        less=1 - rate / winning,
+        noise=_gap(explained.optimum, best),
+        of_full_batches=of_full_batches,
+    )
+    return _Others(best=runner_up, unplanned=tuple(unplanned))
+
+
+def _serves_more(one: Optimum, other: Optimum) -> bool:
+    first, second = compared(one, other).rates
+    return first > second
 
 
 def _most(problem: Problem, one: Candidate) -> float:

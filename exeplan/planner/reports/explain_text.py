@@ -6,7 +6,7 @@ from typing import Any
 
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, Schedule
-from exeplan.planner.reports.explain import Explanation, WhatIf, percent
+from exeplan.planner.reports.explain import Explanation, RunnerUp, WhatIf, percent
 from exeplan.planner.reports.placement_text import show_copies, show_equal, show_gpus
 from exeplan.planner.reports.tables import table
 from exeplan.simulator.breakdown import KINDS, Breakdown
@@ -35,6 +35,8 @@ def explanation_lines(explanation: Explanation) -> str:
 
 
 def _what(e: Explanation) -> str:
+    if e.of_full_batches:
+        return "full batches"
     if e.at_rate:
         return "the highest rate within the bounds"
     return " and ".join(dict.fromkeys(group.schedule.policy for group in e.groups))
@@ -70,7 +72,7 @@ def _runner_up(e: Explanation) -> str:
         return "none, no other policy has a schedule" if e.refusals else f"none, only {e.schedule.policy} was searched"
     less = f"{100 * abs(r.less):.1f} % {'less' if r.less >= 0 else 'more'}"
     chance = ", within noise" if abs(r.less) <= r.noise else ""
-    return f"{show_copies(r.plan)}, {r.throughput:.3g} req/s, {less}{chance}"
+    return f"{show_copies(r.plan)}, {_rate(r)}, {less}{chance}"
 
 
 def _show_what_if(what: WhatIf) -> str:
@@ -78,7 +80,11 @@ def _show_what_if(what: WhatIf) -> str:
         return what.note
     if not what.gains:
         return "no gain" if what.gain == 0 else f"{100 * what.gain:+.1f} %, within noise"
-    return f"{what.throughput:.3g} req/s ({100 * what.gain:+.1f} %) with {show_copies(what.plan)}"
+    return f"{_rate(what)} ({100 * what.gain:+.1f} %) with {show_copies(what.plan)}"
+
+
+def _rate(found: RunnerUp | WhatIf) -> str:
+    return f"{found.throughput:.3g} req/s{' of full batches' if found.of_full_batches else ''}"
 
 
 def as_json(explanation: Explanation) -> dict[str, Any]:
@@ -89,7 +95,12 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
     e = explanation
     runner_up = None
     if r := e.runner_up:
-        runner_up = {**_plan_json(r.plan), "throughput": r.throughput, "less": r.less}
+        runner_up = {
+            **_plan_json(r.plan),
+            "throughput": r.throughput,
+            "less": r.less,
+            "of_full_batches": r.of_full_batches,
+        }
     return {
         "limits": list(e.limits),
         "bounds": list(e.bounds),
@@ -119,7 +130,7 @@ def _breakdown_json(breakdown: Breakdown) -> dict[str, Any]:
 
 
 def _what_if_json(what: WhatIf) -> Mapping[str, Any]:
-    body = {name: getattr(what, name) for name in ("change", "throughput", "gain", "noise")}
+    body = {name: getattr(what, name) for name in ("change", "throughput", "gain", "noise", "of_full_batches")}
     found = _plan_json(what.plan) if what.plan else {"schedule": None, "groups": []}
     return {**body, **found, "note": what.note or None}
 

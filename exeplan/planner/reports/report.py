@@ -13,6 +13,7 @@ from exeplan.core.profile import UNSURE, Profile
 from exeplan.core.schedule import Estimate, Schedule, num_devices
 from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.candidates import Candidate
+from exeplan.planner.problems.headroom import is_most
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import CONFIDENCE, FAR, certain, half_interval
 from exeplan.planner.problems.replays import FullBatches
@@ -347,8 +348,8 @@ def _rate_lines(problem: Problem, plan: Plan) -> list[str]:
     return [
         f"arrivals: {problem.arrivals}; times count from the arrival, the wait for a slot included; {OF_REPLAYS}",
         *([f"all {plan.num_replicas} replicas are replayed behind the router"] if plan.num_replicas > 1 else []),
-        f"rate headroom: the bounds hold{_with_margin(plan)} until the rate is {more:.0f} % higher, by the closed "
-        "form, scaled to the replay",
+        f"rate headroom: the bounds hold{_with_margin(plan)} {_until(plan.rate_headroom)} the rate is {more:.0f} % "
+        "higher, by the closed form, scaled to the replay",
     ]
 
 
@@ -357,7 +358,12 @@ def _headroom_lines(problem: Problem, plan: Plan) -> list[str]:
         return []
     hold = "bounds hold" if problem.more_bounds else "bound holds"
     more = 100 * plan.drift_headroom
-    return [f"drift headroom: the {hold}{_with_margin(plan)} until outputs are {more:.0f} % longer"]
+    until = _until(plan.drift_headroom)
+    return [f"drift headroom: the {hold}{_with_margin(plan)} {until} outputs are {more:.0f} % longer"]
+
+
+def _until(headroom: float) -> str:
+    return "at least until" if is_most(headroom) else "until"
 
 
 def _with_margin(plan: Plan) -> str:

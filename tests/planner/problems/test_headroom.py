@@ -2,11 +2,19 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exeplan.core.bounds import Bound
+from exeplan.core.profile import Profile
+from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.problems.headroom import _LIMIT, _STEPS, _headroom
+from exeplan.planner.problems.problem import make_problem
+from exeplan.planner.reports.report import promise_report
+from exeplan.workload.arrivals import Arrivals
+from exeplan.workload.files import load_workload
 
 
 def queue(capacity: float, alone: float) -> Callable[[float], float]:
@@ -51,3 +59,15 @@ def test_a_queue_is_asked_about_few_times() -> None:
 
     assert _headroom(filled) == _LIMIT * 95 / _STEPS
     assert len(calls) == 5  # 10 by halves.
+
+
+def test_the_most_that_is_told_is_not_called_where_the_bounds_break(profile: Profile) -> None:
+    law = load_workload("normal:in=40,10,80;out=12,5,24")
+    asked = replace(make_problem(profile, law, Bound(seconds=10.0), max_seqs=8), arrivals=Arrivals(rate=0.5))
+    plan = optimize(asked, policies=("orca",)).plan
+    lines = promise_report(asked, replace(plan, rate_headroom=_LIMIT, drift_headroom=_LIMIT))
+    assert any("the bounds hold at least until the rate is 400 % higher, by" in line for line in lines)
+    assert "drift headroom: the bound holds at least until outputs are 400 % longer" in lines
+    lines = promise_report(asked, replace(plan, rate_headroom=0.5, drift_headroom=0.5))
+    assert any("the bounds hold until the rate is 50 % higher, by" in line for line in lines)
+    assert "drift headroom: the bound holds until outputs are 50 % longer" in lines

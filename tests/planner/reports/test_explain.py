@@ -18,12 +18,14 @@ from exeplan.core.profile import Profile, save_profile
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.optimize import optimize
+from exeplan.planner.choice.pipelines import Effort
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.reports.explain import NO_GAIN, Explanation, WhatIf, _what_limits, explain, larger, throughput
 from exeplan.planner.reports.explain_text import as_json, explanation_lines
 from exeplan.planner.reports.placement_text import show_equal
 from exeplan.planner.solution import Solution
 from exeplan.progress import SILENT, Told
+from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
 
 LAW = "normal:in=40,10,80;out=12,5,24"
@@ -33,11 +35,11 @@ NODES = Cluster(
 )
 
 
-def explained(problem: Problem, *names: str, whole: Cluster | None = None) -> Explanation:
+def explained(problem: Problem, *names: str, whole: Cluster | None = None, effort: Effort | None = None) -> Explanation:
     def again(other: Problem, *, policies: tuple[str, ...] | None = None, told: Told = SILENT) -> Optimum:
-        return optimize(other, policies=policies or names, told=told)
+        return optimize(other, policies=policies or names, effort=effort, told=told)
 
-    return explain(problem, optimize(problem, policies=names), again=again, whole=whole)
+    return explain(problem, optimize(problem, policies=names, effort=effort), again=again, whole=whole)
 
 
 def problem(
@@ -63,6 +65,21 @@ def test_a_tight_bound_limits_and_more_latency_buys_throughput(profile: Profile)
 def test_residents_limit_where_nothing_else_does(profile: Profile) -> None:
     found = explained(problem(profile, 100.0, max_seqs=4), "rra")
     assert found.limits[0].startswith("the limit of 4 residents: 5 residents instead of 4 gains ")
+
+
+def test_beyond_the_headroom_that_is_told_full_batches_are_compared(profile: Profile) -> None:
+    asked = replace(problem(profile, 100.0, max_seqs=4), arrivals=Arrivals(rate=0.5))
+    found = explained(asked, "orca", "static", effort=Effort(num_requests=300))
+    assert found.of_full_batches
+    assert found.more_memory.of_full_batches
+    assert found.limits[0].startswith("the limit of 4 residents: 5 residents instead of 4 gains ")
+    assert found.runner_up is not None
+    assert found.runner_up.of_full_batches
+    text = explanation_lines(found)
+    assert text.startswith("what limits full batches: the limit of 4 residents")
+    assert " req/s of full batches, " in text
+    assert " req/s of full batches (+" in text
+    assert as_json(found)["more_memory"]["of_full_batches"]
 
 
 def test_the_device_limits_where_more_of_nothing_gains(profile: Profile) -> None:

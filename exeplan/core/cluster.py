@@ -38,6 +38,9 @@ class ClusterFile(TypedDict):
 _OPTIONAL = ("adapters_per_node", "source")
 _FIELDS = tuple(name for name in ClusterFile.__annotations__ if name not in _OPTIONAL)
 
+HOST = "host"
+"""The name of a cluster of the devices that a profile was made on, of which there is no file."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -74,6 +77,11 @@ class Cluster:
     @property
     def num_gpus(self) -> int:
         return self.num_nodes * self.gpus_per_node
+
+    @property
+    def of_profile(self) -> bool:
+        """Whether they are the devices of a profile's host."""
+        return self.name == HOST and self.reference is None
 
     def node_of(self, gpu: int) -> int:
         return gpu // self.gpus_per_node

@@ -9,7 +9,7 @@ from typing import Any
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.bounds import Bound
-from exeplan.core.cluster import Cluster, Link, load_cluster
+from exeplan.core.cluster import HOST, Cluster, Link, load_cluster
 from exeplan.core.models.model import ModelSpec, load_model_spec, model_reference, model_reference_from
 from exeplan.core.plan import Plan, parse_plan
 from exeplan.core.profile import Profile, load_profile
@@ -210,7 +210,7 @@ def profiled_host(profile: Profile, num_gpus: int) -> Cluster:
     link = Link(bytes_per_second=(most - least) / max(longest - latency, 1e-9), latency=latency)
     device = profile.device
     return Cluster(
-        name="host",
+        name=HOST,
         device=device.name,
         num_nodes=1,
         gpus_per_node=num_gpus,

@@ -148,6 +148,11 @@ class Problem:
         return min(paces, default=None)
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether the devices are processes on the CPUs of the profiled host, which have its memory together."""
+        return self.cluster is not None and self.cluster.of_profile and self.profile.device.kind == "cpu"
+
+    @property
     def required(self) -> float:
         """Requests/s that a schedule has to sustain."""
         return max(self.min_throughput, self.arrivals.rate if self.arrivals else 0.0)

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from exeplan.core.bounds import Bound, utilizations, values_of
 from exeplan.core.cluster import Cluster
+from exeplan.core.pass_memory import MEMORY_UTILIZATION
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
@@ -320,9 +321,14 @@ def _more_gpus(explained: _Plan, whole: Cluster | None, told: Told) -> WhatIf:
     if problem.cluster is None or whole is None:
         return WhatIf(change="one more GPU", limit="the GPUs", note="name a --cluster to see the gain")
     number, cluster = problem.cluster.num_gpus, larger(whole, problem.cluster.num_gpus)
+    memory = problem.memory
+    if problem.shares_memory:
+        cluster = replace(cluster, memory_bytes=cluster.memory_bytes * number // cluster.num_gpus)
+        memory = min(memory, cluster.memory_bytes * (problem.utilization or MEMORY_UTILIZATION))
     bigger = replace(
         problem,
         cluster=cluster,
+        memory=memory,
         cost=CostModel(problem.cost.timings, cluster=cluster),
         max_seqs=math.ceil(problem.max_seqs * cluster.num_gpus / number),
     )

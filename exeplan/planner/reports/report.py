@@ -27,6 +27,8 @@ from exeplan.units import show_bytes, show_seconds
 _PLACES = "a place to decode or room in the KV cache"
 _NOTICED = 1.0
 """Seconds between two tokens from which a reader takes a stream for stuck."""
+_OF_A_SEND = 2
+"""Processes between which every profile of several times sends."""
 OF_REPLAYS = "all figures are of replays"
 """Of the arrivals of a trace."""
 IN_REPLAY = "in the replay"
@@ -161,6 +163,7 @@ def remarks(optimum: Optimum, problem: Problem) -> list[str]:
         *_workspace_of(problem.profile),
         *_older_engine(problem.profile),
         *_speed_of(problem.profile, optimum.plan.schedule),
+        *_untimed_processes(problem),
         *([problem.profile.correction.said] if problem.profile.correction else []),
         *(f"beyond the profile: {sentence}" for sentence in optimum.beyond),
         *optimum.unproven,
@@ -195,6 +198,20 @@ def _speed_of(profile: Profile, schedule: Schedule) -> list[str]:
     sure = f"the profile's times are sure to +-{error:.1%} (one standard error)" if error else UNSURE
     moved = f"its machine's speed moved by +-{profile.speed_spread:.0%} meanwhile, and predictions are at the median"
     return [f"{sure}; {moved}"]
+
+
+def _untimed_processes(problem: Problem) -> list[str]:
+    """That a host of CPUs may lack what is planned for, where its profile has fewer processes at once."""
+    if problem.cluster is None or not problem.shares_memory:
+        return []
+    timed = max(_OF_A_SEND, *problem.profile.tensor_parallel_sizes)
+    if problem.cluster.num_gpus <= timed:
+        return []
+    return [
+        f"{problem.cluster.num_gpus} processes on the profiled host are planned with, of which its profile shows "
+        f"{timed} at once: whether the host has cores for all of them, and how much slower they are together, is not "
+        "known"
+    ]
 
 
 def search_line(optimum: Optimum) -> str:

@@ -14,7 +14,7 @@ import exeplan
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, Link
-from exeplan.core.profile import Profile, save_profile
+from exeplan.core.profile import Measurement, Profile, save_profile
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.optimize import optimize
@@ -215,6 +215,29 @@ def test_one_more_gpu_is_optimized_for(profile: Profile) -> None:
     three = optimize(problem(profile, 0.2, gpus=3, max_seqs=48), policies=("orca",)).plan
     assert found.more_gpus.schedule == three.schedule
     assert len(found.breakdowns[0].stages) == len(found.groups[0].placement)
+
+
+def linked(profile: Profile) -> Profile:
+    """As of two processes, between which sends were timed."""
+    sends = (Measurement(op="send", phase="intra", bytes=n, seconds=1e-4 + n * 1e-9) for n in (1, 1 << 20))
+    return replace(profile, measurements=(*profile.measurements, *sends))
+
+
+def test_one_more_process_on_the_profiled_host_shares_its_memory(profile: Profile) -> None:
+    """24 MiB: two processes with weights of 20 MiB each have room for few requests, three have none for them."""
+    host = linked(replace(profile, device=replace(profile.device, memory_bytes=60 << 20)))
+    solution = exeplan.optimize(host, LAW, latency_bound=10.0, policy="orca", gpus=2, max_num_seqs=64)
+    found = solution.explain().more_gpus
+    assert found.change == "3 GPUs instead of 2"
+    three = exeplan.optimize(host, LAW, latency_bound=10.0, policy="orca", gpus=3, max_num_seqs=96)
+    assert found.gain == pytest.approx(max(0.0, throughput(three.optimum) / throughput(solution.optimum) - 1))
+
+
+def test_processes_that_no_profile_ran_at_once_are_remarked(profile: Profile) -> None:
+    said = "8 processes on the profiled host are planned with, of which its profile shows 2 at once: "
+    for gpus, remarked in ((2, False), (8, True)):
+        solution = exeplan.optimize(linked(profile), LAW, latency_bound=10.0, policy="orca", gpus=gpus)
+        assert (said in repr(solution)) is remarked
 
 
 @pytest.mark.parametrize(("gpus", "more"), [(1, 2), (3, 4), (4, 8), (8, 12)])

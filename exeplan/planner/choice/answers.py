@@ -232,7 +232,8 @@ def _refused(
 
 
 def refuse_rate(pipelines: Pipelines, *, advise: bool) -> None:
-    """Raises Infeasible for a rate that no schedule sustains; returns where the bounds alone are out of reach."""
+    """Raises Infeasible for a rate that no schedule sustains; returns where the bounds alone are out of reach, of the
+    search or of the replays of what it found."""
     problem = pipelines.problem
     if problem.arrivals and pipelines.broken:
         schedule, replayed = min(pipelines.broken, key=lambda pair: max(utilizations(problem.bounds, pair[1])))
@@ -240,14 +241,25 @@ def refuse_rate(pipelines: Pipelines, *, advise: bool) -> None:
         if share > 1:
             raise burst(problem, schedule, bound, share * bound.seconds)
     division = pipelines.best()
+    if not division and not problem.arrivals:
+        return
     if not division:
         best = max(pipelines.found, key=lambda key: (pipelines.count(key[0]) * reached(pipelines.found[key]), -key[0]))
         division = {best[0]: (best[1], pipelines.count(best[0]))}
     size = max(division, key=lambda size: division[size][1] * reached(pipelines.found[size, division[size][0]]))
-    policy, count = division[size]
+    policy, _ = division[size]
     most = pipelines.found[size, policy]
     if most.search is None or most.search.best is None or most.placement is None:
         return
+    raise _too_slow(pipelines, division, size, advise=advise)
+
+
+def _too_slow(pipelines: Pipelines, division: Mapping[int, tuple[str, int]], size: int, *, advise: bool) -> Infeasible:
+    """That a division serves less than is required; of its pipelines of this size is what binds."""
+    problem, (policy, count) = pipelines.problem, division[size]
+    most = pipelines.found[size, policy]
+    assert most.search is not None
+    assert most.placement is not None
     part = replace(pipelines.parts[size], min_throughput=problem.min_throughput / count)
 
     def search_again(other: Problem) -> tuple[float, Placement | None]:
@@ -255,7 +267,7 @@ def refuse_rate(pipelines: Pipelines, *, advise: bool) -> None:
         found = candidate(other.held_to(bounds), policy, pipelines.method)
         return reached(found), found.placement
 
-    raise too_slow(
+    return too_slow(
         problem,
         placed_at(part, most.placement),
         most.search,
@@ -276,9 +288,10 @@ def _most_throughput(pipelines: Pipelines, key: Key) -> Schedule:
     return pipelines.problem.schedule(key[1], found.search.best.point)
 
 
-def last_resort(pipelines: Pipelines) -> Optimum:
-    """The lowest-latency schedule of all, if it keeps the bounds; its latency is the tightest possible bound."""
-    fitting = [k for k, c in pipelines.found.items() if c.search and "memory" not in c.search.what_binds]
+def last_resort(pipelines: Pipelines, *, advise: bool) -> Optimum:
+    """The lowest-latency schedule of all, if it keeps the bounds and serves what is required; its latency is the
+    tightest possible bound."""
+    fitting = [k for k, c in pipelines.found.items() if c.search and _fits(c.search)]
     if not fitting:
         refusals = "; ".join(_candidate(pipelines, policy).refusal for policy in pipelines.policies)
         raise Infeasible(f"no schedule fits {show_bytes(pipelines.problem.memory)} of memory: {refusals}")
@@ -300,7 +313,15 @@ def last_resort(pipelines: Pipelines) -> Optimum:
         raise too_tight(placed, schedule, shares, margin)
     pipelines.found[key] = winner
     pipelines.proofs[key] = proof
-    return solved(pipelines, {key[0]: (key[1], pipelines.count(key[0]))})
+    division = {key[0]: (key[1], pipelines.count(key[0]))}
+    if not pipelines.problem.arrivals and pipelines.throughput(division) < pipelines.problem.min_throughput:
+        raise _too_slow(pipelines, division, key[0], advise=advise)
+    return solved(pipelines, division)
+
+
+def _fits(search: Result) -> bool:
+    """Whether its lowest-latency schedule fits the memory; where there is a best one, what binds is about that."""
+    return search.best is not None or "memory" not in search.what_binds
 
 
 def _added(search: Result | None, searches: Sequence[Result]) -> Result | None:

@@ -78,7 +78,7 @@ def optimize(
         return solved(pipelines, division)
     if problem.required:
         refuse_rate(pipelines, advise=advise)
-    return last_resort(pipelines)
+    return last_resort(pipelines, advise=advise)
 
 
 def with_frontier(problem: Problem, one: Candidate, *, num_bounds: int = 24) -> Result:

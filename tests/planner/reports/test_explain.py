@@ -224,7 +224,7 @@ def linked(profile: Profile) -> Profile:
 
 
 def test_one_more_process_on_the_profiled_host_shares_its_memory(profile: Profile) -> None:
-    """24 MiB: two processes with weights of 20 MiB each have room for few requests, three have none for them."""
+    """60 MiB: two processes of 20 MiB of weights have room for few requests each, for three it is too little."""
     host = linked(replace(profile, device=replace(profile.device, memory_bytes=60 << 20)))
     solution = exeplan.optimize(host, LAW, latency_bound=10.0, policy="orca", gpus=2, max_num_seqs=64)
     found = solution.explain().more_gpus

@@ -402,6 +402,8 @@ def _bounds(
     attainment: Quantity | None,
     due: Bound | None,
 ) -> tuple[Bound, ...]:
+    if due is not None and bound_on is not None:
+        raise InputError("--bound-on goes with --latency-bound; of deadlines --deadline-share says how many are met")
     if isinstance(latency, Bound):
         if bound_on is not None:
             raise InputError(f"{latency} says what it is on; leave --bound-on out")

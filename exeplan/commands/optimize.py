@@ -68,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency-bound", metavar="TIME", help="such as 2s or 500ms; inf for no bound")
     parser.add_argument(
         "--bound-on",
-        default="p99-length",
         metavar="WHAT",
         help="p99-length (default), or p99-requests, p50-requests...",
     )
@@ -184,6 +183,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.profile:
             note(_by_datasheet(solution.problem.profile))
         note(_kept_to(args.policy, solution.problem.profile))
+        note(_without_effect(args))
         optimum = replace(solution.optimum, plan=solution.save(args.output) if args.output else solution.plan)
         if args.plot:
             solution.write_plot(args.plot, told=frontier)
@@ -223,6 +223,17 @@ def _by_datasheet(profile: "Profile") -> list[str]:
     source = f"times are of the {profile.source}; a profile that was measured or imported is closer"
     twice = [CORRECTED_EVENLY] if profile.correction and profile.routing else []
     return [*profile.model.datasheet_remarks, f"{source} (`exeplan profile --help`)", *twice]
+
+
+def _without_effect(args: argparse.Namespace) -> list[str]:
+    """Options that were given and change nothing."""
+    without = []
+    if args.order == "edf" and not args.deadline:
+        without.append("--order edf changes nothing without a --deadline: all requests are as urgent, as with fcfs")
+    if not args.cluster and not args.gpus:
+        given = [option for option in ("across_nodes", "one_pipeline") if getattr(args, option)]
+        without += [f"--{option.replace('_', '-')} changes nothing without a --cluster or --gpus" for option in given]
+    return without
 
 
 def _kept_to(policy: str, profile: "Profile") -> list[str]:

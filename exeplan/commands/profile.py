@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 POSITION = 10
 
 _TARGET_ERROR = 0.03
+_BUDGET, _THREADS = "60s", "1"
+_MEASURING = ("budget", "target_error", "weights", "threads", "devices", "max_num_seqs", "max_context")
+"""Options that only measuring on this device has."""
 CORRECTED_EVENLY = "the correction by measured serving runs was found with even routing, and may count some of it twice"
 
 
@@ -31,26 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "fp8"), default="auto")
     parser.add_argument("--kv-dtype", choices=("fp8", "bfloat16"), help="of keys and values (default: as --dtype)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default); with `import` its name")
+    parser.add_argument("--device", help="cpu, cuda, or auto (default); with `import` its name")
     measuring = parser.add_argument_group("measuring")
-    measuring.add_argument(
-        "--budget", default="60s", metavar="TIME", help="stop measuring after this long (default 60s)"
-    )
+    measuring.add_argument("--budget", metavar="TIME", help="stop measuring after this long (default 60s)")
     measuring.add_argument(
         "--target-error", type=float, metavar="SHARE", help="stop at this interpolation error (default 0.03)"
     )
     measuring.add_argument(
-        "--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights, which suffice for timing"
+        "--weights", choices=("auto", "dummy"), help="dummy: random weights, which suffice for timing"
     )
     measuring.add_argument(
         "--threads",
-        default="1",
         metavar="N",
         help="compute threads of a process on a CPU (default 1); several, such as 1,2, are profiled one after the "
         "other, and optimize takes the best",
     )
     measuring.add_argument(
-        "--devices", type=int, default=1, metavar="N", help="shards, links and workers too, for plans on N devices"
+        "--devices", type=int, metavar="N", help="shards, links and workers too, for plans on N devices"
     )
     measuring.add_argument("--max-num-seqs", type=int, metavar="N", help="largest decode batch to measure")
     measuring.add_argument("--max-context", type=int, metavar="N", help="longest context to measure")
@@ -87,11 +87,13 @@ def run(args: argparse.Namespace) -> int:
             "engine_python",
             needed="a model and its datasheet, not with `profile import`",
         )
+        _refuse(args, *_MEASURING, needed="measuring on this device, not with `profile import`")
         return _import(args)
     imported = "`exeplan profile import FILE... --model MODEL`"
     _refuse(args, "files", "of_model", "format", "overhead", needed=imported)
     if args.datasheet:
         _refuse(args, "engine_python", needed="--engine vllm without --datasheet: a datasheet needs no engine")
+        _refuse(args, *_MEASURING, "device", needed="measuring on this device, not with --datasheet")
         return _derive(args)
     _refuse(args, "set", "cluster", "tensor_parallel_sizes", "routing", needed="--datasheet NAME")
     return _measure_engine(args) if args.engine else _measure(args)
@@ -103,7 +105,7 @@ def _refuse(args: argparse.Namespace, *names: str, needed: str) -> None:
 
     spelled = {"files": "a second argument", "of_model": "--model"}
     for name in names:
-        if getattr(args, name):
+        if getattr(args, name) not in (None, []):
             raise InputError(f"{spelled.get(name, '--' + name.replace('_', '-'))} goes with {needed}")
 
 
@@ -120,14 +122,14 @@ def _measure(args: argparse.Namespace) -> int:
     if not 0 < target < 1:
         raise InputError(f"--target-error must lie between 0 and 1, found {target:g}")
     _check_sizes(args)
-    spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")
+    spec, budget = load_model_spec(args.model), seconds(args.budget or _BUDGET, "--budget")
     from exeplan.profiler.thread_counts import parse_threads, profile_thread_counts  # Imports torch: seconds.
     from exeplan.runner.compute.families import check_family
 
     check_family(spec)
     note(spec.remarks)
     device = _device(args.device)
-    counts = parse_threads(args.threads)
+    counts = parse_threads(args.threads or _THREADS)
     if device != "cpu" and len(counts) > 1:
         raise InputError(f"--threads {args.threads} is for CPUs; on a GPU a process has one")
     profile_thread_counts(
@@ -141,7 +143,7 @@ def _measure(args: argparse.Namespace) -> int:
         target_error=target,
         max_num_seqs=args.max_num_seqs,
         max_context=args.max_context,
-        num_devices=args.devices,
+        num_devices=args.devices or 1,
         dummy_weights=args.weights == "dummy",
     )
     print(f"wrote {args.output}")
@@ -161,14 +163,14 @@ def _measure_engine(args: argparse.Namespace) -> int:
         raise InputError(f"--target-error goes with exeplan's own engine; {args.engine} is timed for its --budget")
     if args.weights == "dummy":
         note([f"--weights dummy changes nothing: {args.engine} is timed with random weights always"])
-    if args.kv_dtype or args.devices > 1:
+    if args.kv_dtype or (args.devices or 1) > 1:
         raise InputError(f"--engine {args.engine} is measured on one device, keys and values in the weights' dtype")
-    spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")
+    spec, budget = load_model_spec(args.model), seconds(args.budget or _BUDGET, "--budget")
     note(spec.remarks)
     from exeplan.profiler.thread_counts import parse_threads
     from exeplan.profiler.through_engine.profile_engine import profile_engine
 
-    threads, *more = parse_threads(args.threads)
+    threads, *more = parse_threads(args.threads or _THREADS)
     if more:
         raise InputError(f"--engine {args.engine} is measured with one number of threads, found {args.threads}")
     device = _device(args.device)
@@ -204,8 +206,9 @@ def _usual_dtype(spec: "ModelSpec", device: str) -> str:
     return "bfloat16" if device == "cuda" or grouped else "float32"
 
 
-def _device(name: str) -> str:
-    if name != "auto":
+def _device(name: str | None) -> str:
+    """The device of this name; for none, or `auto`, the GPU where there is one."""
+    if name is not None and name != "auto":
         return name
     import torch
 
@@ -270,7 +273,7 @@ def _import(args: argparse.Namespace) -> int:
 
     if not args.files:
         raise InputError("profile import needs at least one FILE of timings")
-    if not args.of_model or args.device == "auto":
+    if not args.of_model or args.device in (None, "auto"):
         raise InputError("profile import needs --model MODEL and --device NAME: what was timed, and where")
     sizes = _sizes(args.tensor_parallel_sizes)
     if args.engine and args.overhead:

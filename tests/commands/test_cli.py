@@ -103,6 +103,15 @@ def test_optimize_prints_the_winner_and_every_policy(folder: Path, capsys: pytes
         assert word in text
 
 
+def test_an_option_that_changes_nothing_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*optimize(order="edf"), "--across-nodes", "--one-pipeline"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "note: --order edf changes nothing without a --deadline: all requests are as urgent, as with fcfs",
+        "note: --across-nodes changes nothing without a --cluster or --gpus",
+        "note: --one-pipeline changes nothing without a --cluster or --gpus",
+    ]
+
+
 def test_without_a_bound_none_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no latency bound: orca(" in printed(capsys, optimize(latency_bound="inf"))
 

@@ -142,6 +142,10 @@ def test_optimize_keeps_the_share_and_simulate_prints_it(folder: Path, capsys: p
             ["--deadline", "2s", "--arrival-rate", "5", "--latency-bound", "1s"],
             "--deadline or --latency-bound, not both",
         ),
+        (
+            ["--deadline", "2s", "--arrival-rate", "5", "--bound-on", "p99-requests"],
+            "--bound-on goes with --latency-bound; of deadlines --deadline-share says how many are met",
+        ),
         (["--deadline-share", "90%", "--latency-bound", "1s"], "--deadline-share needs a --deadline"),
         (["--deadline", "1ms", "--arrival-rate", "5"], "99 % of requests by their deadline"),
     ],

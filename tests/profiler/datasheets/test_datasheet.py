@@ -309,6 +309,16 @@ def test_the_command_writes_the_profile_and_says_what_it_is(
     ]
 
 
+MEASURING = (
+    ("--budget", "60s"),
+    ("--target-error", "0.03"),
+    ("--weights", "auto"),
+    ("--threads", "1"),
+    ("--devices", "1"),
+    ("--max-num-seqs", "8"),
+    ("--max-context", "512"),
+)
+"""Options of measuring, with values that they have by default or may have."""
 AXES = ("op", "phase", "tensor_parallel_size", "num_seqs", "num_tokens", "context_tokens", "bytes", "seconds")
 
 
@@ -384,6 +394,20 @@ def test_timings_of_others_are_imported(
         (
             ["profile", "a", "b", "-o", "p"],
             "a second argument goes with `exeplan profile import FILE... --model MODEL`",
+        ),
+        *(
+            (
+                command("--datasheet", "a100-80gb", *option),
+                f"{option[0]} goes with measuring on this device, not with --datasheet",
+            )
+            for option in (*MEASURING, ("--device", "cpu"))
+        ),
+        *(
+            (
+                ["profile", "import", "t.csv", "-o", "p", "--model", "demo", "--device", "d", *option],
+                f"{option[0]} goes with measuring on this device, not with `profile import`",
+            )
+            for option in MEASURING
         ),
         (["profile", "import", "-o", "p"], "profile import needs at least one FILE of timings"),
         (["profile", "import", "t.csv", "-o", "p"], "profile import needs --model MODEL and --device NAME"),

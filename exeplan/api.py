@@ -295,10 +295,12 @@ def simulate(
     requests: int | None = None,
     seed: int = 0,
     steady_state: str = "comb",
+    told: Told = SILENT,
 ) -> Simulation:
     """Replays a plan request by request; profile, workload and cluster replace the plan's own, and so do the arrivals.
 
-    `requests` is how many are replayed (default: enough for a steady window). Raises InputError for wrong input.
+    `requests` is how many are replayed (default: enough for a steady window), and `told` hears how far the replay is
+    (`exeplan.progress`). Raises InputError for wrong input.
     """
     found = plan if isinstance(plan, Plan) else load_plan(plan)
     if arrival_rate is not None and arrivals is not None:
@@ -314,7 +316,7 @@ def simulate(
     )
     if cluster is not None:
         found = replace(found, gpus=None)
-    return simulate_plan(found, request, num_requests=requests, seed=seed, steady_state=steady_state)
+    return simulate_plan(found, request, num_requests=requests, seed=seed, steady_state=steady_state, told=told)
 
 
 def compare(

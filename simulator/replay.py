@@ -22,11 +22,15 @@ from exeplan.core.runs.metrics import Requests
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
+from exeplan.progress import SILENT, Told
 from exeplan.scheduling.scheduler import check_fits
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.lockstep import LockstepScheduler, Row
 from exeplan.simulator.run import Run, RunLog
 from exeplan.workload.length_law import Ints
+
+_STEPS = 1000
+"""How often a replay says how far it is."""
 
 
 def replay(
@@ -43,18 +47,20 @@ def replay(
     weights: Floats | None = None,
     seed: int = 0,
     record_passes: bool = True,
+    told: Told = SILENT,
 ) -> Run:
     """Runs the requests in order; all are there at time 0 unless `arrivals` (seconds, rising) says otherwise.
 
     `concurrency` makes a closed loop: that many clients, each of which sends its next request when it has an answer, or
     after an exponential pause of mean `think_seconds` drawn by `seed`. `deadlines` are seconds from a request's arrival
     by which its prefill must start; `weights` enter the utility. Without `record_passes` the run is the same and has no
-    `passes`, which take most of its memory. Raises InputError when a request alone exceeds the KV cache.
+    `passes`, which take most of its memory. `told` hears which share of the requests is over. Raises InputError when a
+    request alone exceeds the KV cache.
     """
     if not len(input_tokens):
         raise InputError("a replay needs at least one request")
     clients = None if concurrency is None else Clients(concurrency, think_seconds, seed)
-    stream = Stream(input_tokens, output_tokens, arrivals, deadlines, weights, clients)
+    stream = Stream(input_tokens, output_tokens, arrivals, deadlines, weights, clients, told=told)
     stream.check(num_blocks)
     return run_engine(schedule, cost, stream, num_blocks=num_blocks, record_passes=record_passes)
 
@@ -304,6 +310,21 @@ class Clients:
             heappush(self.times, now + next(self._pauses))
 
 
+class Over:
+    """How many requests of a replay are over, told in steps."""
+
+    def __init__(self, count: int, told: Told) -> None:
+        self._count, self._told = count, told
+        self._over, self._next = 0, 0.0
+
+    def add(self, count: int) -> None:
+        """That many more."""
+        self._over += count
+        if self._over >= self._next:
+            self._next = self._over + self._count / _STEPS
+            self._told("replay", self._over / self._count)
+
+
 class Stream:
     """All requests, as arrays, and when the next one comes."""
 
@@ -315,6 +336,8 @@ class Stream:
         deadlines: Floats | None,
         weights: Floats | None,
         clients: Clients | None,
+        *,
+        told: Told = SILENT,
     ) -> None:
         self.inputs, self.outputs = np.asarray(inputs), np.asarray(outputs)
         self.arrivals = np.zeros(len(inputs)) if arrivals is None else np.array(arrivals, dtype=float)
@@ -325,6 +348,7 @@ class Stream:
         self._times = self._rising.data
         self._deadlines, self._weights, self.clients = deadlines, weights, clients
         self.expire = deadlines is not None
+        self._over = Over(len(inputs), told)
         self._num_arrived = 0
         self.coming = math.inf
         """Seconds; infinity where no request arrives before another finishes."""
@@ -370,6 +394,7 @@ class Stream:
         return float(np.min(self.arrivals[some] + self._deadlines[some]))
 
     def answered(self, now: float, count: int) -> None:
+        self._over.add(count)
         if self.clients is not None:
             self.clients.answered(now, count)
             self._wait()
@@ -406,7 +431,7 @@ class Stream:
         """These of its requests, where there are no clients; each comes when it does here."""
         deadlines, weights = (None if of is None else of[some] for of in (self._deadlines, self._weights))
         part = Stream(self.inputs[some], self.outputs[some], self.arrivals[some], deadlines, weights, None)
-        part._rising = self._rising[some]
+        part._rising, part._over = self._rising[some], self._over
         part._times = part._rising.data
         part._wait()
         return part

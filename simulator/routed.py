@@ -26,6 +26,7 @@ from exeplan.core.runs.token_times import TokenTimes
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.garbage import collected_seldom
+from exeplan.progress import SILENT, Told
 from exeplan.scheduling.router import Queues, Router
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.lockstep import Row
@@ -82,6 +83,7 @@ def routed_replay(
     weights: Floats | None = None,
     seed: int = 0,
     record_passes: bool = True,
+    told: Told = SILENT,
 ) -> RoutedRun:
     """Runs the requests on these replicas, by a router of `ROUTERS`; the other arguments are those of `replay`.
 
@@ -90,7 +92,7 @@ def routed_replay(
     if not len(input_tokens):
         raise InputError("a replay needs at least one request")
     clients = None if concurrency is None else Clients(concurrency, think_seconds, seed)
-    stream = Stream(input_tokens, output_tokens, arrivals, deadlines, weights, clients)
+    stream = Stream(input_tokens, output_tokens, arrivals, deadlines, weights, clients, told=told)
     stream.check(min(replica.num_blocks for replica in replicas))
     decides = Router(router)
     replayed = _together if clients is not None or decides.looks_at_queues else _apart

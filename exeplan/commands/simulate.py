@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--arrivals", choices=("trace",), help="requests arrive at the times of the workload's trace")
     parser.add_argument(
-        "--requests", type=int, metavar="N", help="requests to replay (default: enough for a steady window)"
+        "--requests",
+        type=int,
+        metavar="N",
+        help="requests to replay, at most ten million (default: enough for a steady window)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.planner.load_problem import other_times, read_plan
     from exeplan.planner.reports.tables import evidence_rows, json_line
     from exeplan.planner.simulation import check_saved
-    from exeplan.progress import note
+    from exeplan.progress import Shown, note
     from exeplan.simulator.timeline import check_timeline
 
     if args.output:
@@ -57,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     if args.timeline:
         check_timeline(args.timeline)
     options = ("profile", "workload", "cluster", "arrival_rate", "arrivals", "requests", "seed", "steady_state")
-    simulation = api.simulate(args.plan, **{name: getattr(args, name) for name in options})
+    with Shown("simulate") as shown:
+        simulation = api.simulate(args.plan, **{name: getattr(args, name) for name in options}, told=shown)
     if args.profile is None:
         note(other_times(read_plan(args.plan), simulation.request.profile))
     if args.timeline:

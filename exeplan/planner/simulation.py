@@ -29,6 +29,7 @@ from exeplan.planner.problems.replicas import GroupFigures, together
 from exeplan.planner.reports.placement_text import show_copies
 from exeplan.planner.reports.report import OF_REPLAYS, full_line
 from exeplan.planner.reports.tables import group_table, html, html_table, notes_on, side_by_side, side_by_side_rows
+from exeplan.progress import SILENT, Told
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.routed import RoutedRun
 from exeplan.simulator.run import Run
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 STEADY_STATES = ("comb", "paper")
 """Exact, or by ExeGPT's formula."""
+MAX_REQUESTS = 10_000_000
+"""Most requests of a replay, days of a busy service and few enough to hold in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -176,21 +179,27 @@ def check_saved(steady_state: str) -> None:
 
 
 def simulate_plan(
-    plan: Plan, request: PlanRequest, *, num_requests: int | None = None, seed: int = 0, steady_state: str = "comb"
+    plan: Plan,
+    request: PlanRequest,
+    *,
+    num_requests: int | None = None,
+    seed: int = 0,
+    steady_state: str = "comb",
+    told: Told = SILENT,
 ) -> Simulation:
-    """Replays a plan under the request that it answers, on its own placement.
+    """Replays a plan under the request that it answers, on its own placement; `told` hears how far the replay is.
 
     Raises InputError for options out of range, Infeasible where the placement lacks memory.
     """
-    if num_requests is not None and num_requests < 1:
-        raise InputError(f"--requests must be at least 1, found {num_requests}")
+    if num_requests is not None and not 1 <= num_requests <= MAX_REQUESTS:
+        raise InputError(f"--requests must lie between 1 and {MAX_REQUESTS}, found {num_requests}")
     if seed < 0:
         raise InputError(f"--seed must be at least 0, found {seed}")
     if steady_state not in STEADY_STATES:
         raise InputError(f"--steady-state must be {' or '.join(STEADY_STATES)}, found '{steady_state}'")
     problems = [_as_paper(one) if steady_state == "paper" else one for one in replica_problems(plan, request)]
     problem, profile, alone = problems[0], request.profile, list(zip(problems, plan.groups, strict=True))
-    run, replayed, of_groups = _replayed(plan, request, problems, num_requests=num_requests, seed=seed)
+    run, replayed, of_groups = _replayed(plan, request, problems, num_requests=num_requests, seed=seed, told=told)
     estimates = [one.estimate(group.schedule) for one, group in alone]
     first, *more = (
         replace(group, kv_cache_tokens=group.kv_cache_tokens or kv_cache_tokens(one, group.schedule))
@@ -236,21 +245,28 @@ def _beyond(problem: Problem, group: ReplicaGroup) -> tuple[str, ...]:
 
 
 def _replayed(
-    plan: Plan, request: PlanRequest, problems: Sequence[Problem], *, num_requests: int | None, seed: int
+    plan: Plan, request: PlanRequest, problems: Sequence[Problem], *, num_requests: int | None, seed: int, told: Told
 ) -> tuple[Run | RoutedRun, Estimate, Sequence[Estimate]]:
     """Where requests arrive, of all replicas behind the router; under a backlog, where replicas do not depend on each
     other, of one of each group, and the run of the first. The last are of one replica of each group."""
     groups = list(zip(problems, plan.groups, strict=True))
     if plan.router is not None and problems[0].arrivals is not None:
         whole = replace(problems[0], arrivals=request.arrivals)
-        run, replayed = routed_estimate(whole, groups, plan.router, seed=seed, num_requests=num_requests)
+        run, replayed = routed_estimate(whole, groups, plan.router, seed=seed, num_requests=num_requests, told=told)
         firsts = [sum(group.num_replicas for group in plan.groups[:number]) for number in range(len(groups))]
         parts = zip(groups, (run.replicas[first] for first in firsts), strict=True)
         alone = [arrived_estimate(one, part.requests, [part], [(one, group.schedule)]) for (one, group), part in parts]
         return run, replayed, alone
     runs = [
-        replay_estimate(one, group.schedule, seed=seed, num_requests=num_requests, kv_tokens=group.kv_cache_tokens)
-        for one, group in groups
+        replay_estimate(
+            one,
+            group.schedule,
+            seed=seed,
+            num_requests=num_requests,
+            kv_tokens=group.kv_cache_tokens,
+            told=told.part(number / len(groups), (number + 1) / len(groups)),
+        )
+        for number, (one, group) in enumerate(groups)
     ]
     replays = [found for _, found in runs]
     return runs[0][0], together(replays, [group.num_replicas for group in plan.groups]), replays

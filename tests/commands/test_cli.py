@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -254,7 +255,8 @@ def test_optimize_answers_a_mistake_in_one_sentence(
         (["simulate", "hand.yaml"], "the plan names no profile; give one with --profile"),
         (["simulate", "hand.yaml", "--profile", "p.json"], "the plan names no workload; give one with --workload"),
         (simulate(workload="fixed:in=600;out=500"), "workload 'fixed:in=600;out=500' has requests of 1100 tokens"),
-        (simulate(requests="0"), "--requests must be at least 1, found 0"),
+        (simulate(requests="0"), "--requests must lie between 1 and 10000000, found 0"),
+        (simulate(requests="10000000000"), "--requests must lie between 1 and 10000000, found 10000000000"),
         (simulate(seed="-1"), "--seed must be at least 0, found -1"),
         (simulate(timeline="t.gif"), "a timeline is a .json, .png, .svg or .pdf file, not 't.gif'"),
         (simulate("small.yaml"), "40 prompt and 24 output tokens need 4 KV blocks, the cache has 1 (16 tokens)"),
@@ -412,6 +414,18 @@ def test_json_names_the_inputs_of_a_plan(folder: Path, capsys: pytest.CaptureFix
     assert main(["simulate", "plan.yaml", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert (body["workload"], Path(body["profile"]).name) == (LAW, "p.json")
+
+
+def test_a_long_replay_says_how_far_it_is(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exeplan.progress._QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("exeplan.progress._DRAW_SECONDS", 0.0)
+    monkeypatch.setattr("exeplan.progress._LINE_SECONDS", 0.0)
+    assert main([*simulate(), "--requests", "500"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"simulate: \d %(, about .* left)?; replay", lines[0])
+    assert lines[-1] == "simulate: 100 %, about 0 s left; replay"
 
 
 def test_a_plan_for_a_backlog_is_replayed_at_a_rate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

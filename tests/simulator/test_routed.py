@@ -15,6 +15,7 @@ from exeplan.core.profile import Profile
 from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import ROUTERS, Schedule
 from exeplan.errors import InputError
+from exeplan.progress import Told
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
 from exeplan.simulator.routed import Replica, RoutedRun, routed_replay
@@ -84,6 +85,30 @@ def test_three_requests_on_two_replicas_by_hand(cost: CostModel) -> None:
     )
     assert run.chosen.tolist() == [0, 1, 1, 1]
     assert run.requests.last_tokens == pytest.approx([long, short, 2.5 * short, 4 * short])
+
+
+class Heard(Told):
+    """Keeps the shares that it is told."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+
+    def __call__(self, title: str, share: float) -> None:
+        self.shares.append(share)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_the_share_of_all_requests_that_is_over_is_told(router: str, cost: CostModel) -> None:
+    heard = Heard()
+    routed_replay(
+        [Replica(schedule=ONE_AT_A_TIME, cost=cost, num_blocks=100)] * 2,
+        router,
+        input_tokens=np.full(8, 10),
+        output_tokens=np.full(8, 3),
+        arrivals=np.arange(8.0),
+        told=heard,
+    )
+    assert heard.shares == [number / 8 for number in range(1, 9)]
 
 
 def routed(data: st.DataObject, profile: Profile, router: str) -> tuple[list[Replica], dict[str, Any], RoutedRun]:

@@ -13,6 +13,7 @@ from exeplan.core.runs.metrics import RequestRecord, Requests, summarize
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule
 from exeplan.planner.problems.problem import Problem, check_sustained
 from exeplan.policies import load_policy, sampled_evenly
+from exeplan.progress import SILENT, Told
 from exeplan.scheduling.largest_passes import with_finite_context
 from exeplan.simulator.closed_form import SteadyState, steady_state
 from exeplan.simulator.rates.long_run import SlotQueue, in_the_long_run
@@ -82,9 +83,11 @@ def replay_estimate(
     kv_tokens: int | None = None,
     length: float = 1.0,
     record_passes: bool = True,
+    told: Told = SILENT,
 ) -> tuple[Run, Estimate]:
     """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` sets the size of the KV cache,
     and without `record_passes` the run has no passes. `length` is the share of the usual requests where they arrive.
+    `told` hears how far it is.
 
     With an arrival rate, requests arrive at it and their waiting counts, as in a long run unless their number is given;
     a trace is replayed at its own times.
@@ -112,6 +115,7 @@ def replay_estimate(
         arrivals=arrivals,
         deadlines=due.draw(len(inputs), seed=seed) if due and arrivals is not None else None,
         record_passes=record_passes,
+        told=told,
     )
     peak = float(run.peak_kv_tokens)
     if problem.arrivals:
@@ -201,9 +205,10 @@ def routed_estimate(
     num_requests: int | None = None,
     length: float = 1.0,
     record_passes: bool = True,
+    told: Told = SILENT,
 ) -> tuple[RoutedRun, Estimate]:
     """A replay of all replicas behind the router, under the arrivals of `problem`, and the Estimate of all requests;
-    `length` as of `replay_estimate`.
+    `length` and `told` as of `replay_estimate`.
 
     Each group comes with the problem of one of its replicas. KV cache tokens are added, memory is that of the fullest
     GPU.
@@ -221,6 +226,7 @@ def routed_estimate(
         arrivals=arrivals,
         deadlines=due.draw(len(inputs), seed=seed) if due else None,
         record_passes=record_passes,
+        told=told,
     )
     requests, left = run.requests, 1.0
     if num_requests is None:

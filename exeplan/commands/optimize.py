@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from exeplan.core.plan import Plan
     from exeplan.core.profile import Profile
     from exeplan.planner.choice.answers import Optimum
+    from exeplan.planner.problems.problem import Problem
     from exeplan.planner.reports.explain import Explanation
     from exeplan.planner.sizing import Tried
     from exeplan.progress import Told
@@ -189,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
             solution.write_plot(args.plot, told=frontier)
         explanation = solution.explain(told=what_if) if args.explain else None
     if args.json:
-        body = _as_json(optimum, solution.tried, explanation)
+        body = _as_json(optimum, solution.problem, solution.tried, explanation)
         print(json_line({**body, "threads": [one.to_dict() for one in solution.threads]}))
         return 0
     if solution.tried:
@@ -273,11 +274,17 @@ def _parts(shown: "Told", *, plot: bool, explain: bool) -> "tuple[Told, Told, To
     return shown.part(0.0, searched), shown.part(searched, drawn), shown.part(drawn, 1.0, "explanation")
 
 
-def _as_json(optimum: "Optimum", tried: "Sequence[Tried]", explanation: "Explanation | None") -> dict[str, Any]:
+def _as_json(
+    optimum: "Optimum", problem: "Problem", tried: "Sequence[Tried]", explanation: "Explanation | None"
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
     from exeplan.planner.choice.optimize import as_json
+    from exeplan.planner.problems.replays import most_of_trace, trace_part
     from exeplan.planner.reports.explain_text import as_json as explanation_json
 
-    body = as_json(optimum)
+    part = trace_part(problem, most_of_trace(optimum.plan.num_replicas))
+    body = {**as_json(optimum), "trace_part": asdict(part) if part else None}
     if tried:
         body["sizes"] = [{"gpus": size.num_gpus, "refusal": size.refusal or None} for size in tried]
     return {**body, "explanation": explanation_json(explanation)} if explanation else body

@@ -18,12 +18,14 @@ from exeplan.planner.problems.headroom import with_headroom
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replays import (
     FullBatches,
+    TracePart,
     arrived_estimate,
     full_batches,
     kv_cache_tokens,
     promised,
     replay_estimate,
     routed_estimate,
+    trace_part,
 )
 from exeplan.planner.problems.replicas import GroupFigures, together
 from exeplan.planner.reports.placement_text import show_copies
@@ -87,6 +89,11 @@ class Simulation:
         found = binding(self.problem.bounds, self.replay)
         return found[0] if found is not None and found[1] > 1 else None
 
+    @property
+    def trace_part(self) -> TracePart | None:
+        """What was replayed of a trace; None where that is all of it, or requests come otherwise."""
+        return trace_part(self.problem, len(self.whole.requests))
+
     def save(self, path: str | PathLike[str]) -> Plan:
         """Writes the plan with its figures as YAML. Returns it with the names of its inputs as a file there has them.
 
@@ -143,6 +150,7 @@ class Simulation:
     def _remark(self) -> str:
         lines = (
             OF_REPLAYS if self.problem.arrivals else "",
+            str(self.trace_part or ""),
             *full_line(self.full),
             notes_on(replay=self.plan.replay).strip(),
             self._broken,

@@ -36,6 +36,8 @@ _MOST_ARRIVING = 10_000
 """Most requests of a replay with arrivals; of a trace replayed at its own times the first ones."""
 _MOST_ROUTED = 40_000
 """The same of all replicas together, and where many are held."""
+_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+"""In which a long time is told, each from twice as many seconds on."""
 _FILLS = 10
 """Requests of a replay over those that come until the batches are filled: its first tenth does not count."""
 _LONG_RUN = (
@@ -58,6 +60,47 @@ class FullBatches:
     kv_tokens: float
     memory_bytes_per_gpu: float
     """Of the fullest GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracePart:
+    """The first requests of a trace, which were replayed, and all that it has."""
+
+    num_requests: int
+    of_requests: int
+    seconds: float
+    """From the first arrival to the last one that was replayed."""
+    of_seconds: float
+
+    def __str__(self) -> str:
+        name, unit = next(((name, unit) for name, unit in _UNITS if self.of_seconds >= 2 * unit), _UNITS[-1])
+        return (
+            f"the first {self.num_requests:,} of {self.of_requests:,} requests of the trace, "
+            f"{self.seconds / unit:.3g} of {self.of_seconds / unit:.3g} {name}, were replayed"
+        )
+
+
+def trace_part(problem: Problem, num_requests: int) -> TracePart | None:
+    """The part of its trace that so many requests are; None where that is all of it, or requests come otherwise."""
+    if problem.arrivals is None or not problem.arrivals.of_trace:
+        return None
+    trace = problem.workload.trace
+    assert trace is not None
+    assert trace.arrival_s is not None
+    times = trace.arrival_s
+    if num_requests >= len(times):
+        return None
+    return TracePart(
+        num_requests=num_requests,
+        of_requests=len(times),
+        seconds=float(times[num_requests - 1] - times[0]),
+        of_seconds=float(times[-1] - times[0]),
+    )
+
+
+def most_of_trace(num_replicas: int) -> int:
+    """Requests of a trace that a replay of so many replicas takes, unless their number is given."""
+    return min(_MOST_ARRIVING * num_replicas, _MOST_ROUTED)
 
 
 def full_batches(groups: Sequence[tuple[Problem, ReplicaGroup]]) -> FullBatches:
@@ -282,7 +325,7 @@ def _routed_requests(
     """
     number = sum(group.num_replicas for _, group in groups)
     if arrivals.of_trace:
-        return min(_MOST_ARRIVING * number, _MOST_ROUTED)
+        return most_of_trace(number)
     capacity = filling = 0.0
     for problem, group in groups:
         assert problem.arrivals is not None

@@ -16,7 +16,7 @@ from exeplan.planner.choice.candidates import Candidate
 from exeplan.planner.problems.headroom import is_most
 from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import CONFIDENCE, FAR, certain, half_interval
-from exeplan.planner.problems.replays import FullBatches
+from exeplan.planner.problems.replays import FullBatches, most_of_trace, trace_part
 from exeplan.planner.reports.placement_text import show_copies, show_group, show_placement
 from exeplan.planner.reports.tables import group_table, side_by_side, table
 from exeplan.policies import load_policy
@@ -158,7 +158,9 @@ def full_line(full: FullBatches | None) -> list[str]:
 def remarks(optimum: Optimum, problem: Problem) -> list[str]:
     """What makes the prediction less certain."""
     unfinished = "the profile is unfinished: run `exeplan profile` on it again for a sharper prediction"
+    part = trace_part(problem, most_of_trace(optimum.plan.num_replicas))
     return [
+        *([str(part)] if part else []),
         *([] if problem.profile.complete else [unfinished]),
         *_workspace_of(problem.profile),
         *_older_engine(problem.profile),

@@ -23,6 +23,7 @@ ORDER = (
         "garbage",
         "units",
         "files",
+        "outputs",
         "plain_yaml",
         "progress",
         "version",

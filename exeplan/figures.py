@@ -3,6 +3,9 @@
 Not here: numbers; each picture has a function of its own that makes its rows.
 """
 
+import io
+import os
+import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,11 +39,29 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Writes PNG, SVG or PDF by the suffix of the path. Raises InputError for a path that cannot be written."""
+    """Replaces the file in one step, as PNG, SVG or PDF by its suffix, and makes its folder where there is none.
+
+    Raises InputError for a path that cannot be written.
+    """
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=150)
     try:
-        figure.savefig(path, dpi=150)
+        _replace(path, drawn.getvalue())
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise
 
 
 def axes_or_new(axes: "Axes | None") -> "Axes":

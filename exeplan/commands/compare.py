@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from exeplan import api
     from exeplan.errors import InputError
     from exeplan.files import write_text
+    from exeplan.outputs import check_output
     from exeplan.planner.comparison import as_json, csv_text
     from exeplan.planner.reports.tables import json_line
     from exeplan.progress import Shown
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--engine goes with --model; a profile has its engine's times already")
     if args.model and not args.cluster:
         raise InputError("--model needs a --cluster, by whose devices the times are")
+    if args.csv:
+        check_output(args.csv)
     with Shown("compare") as shown:
         comparison = api.compare(
             args.profile,
@@ -60,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
             fit_context=args.fit_context,
             told=shown,
         )
+    print(json_line({"rows": [as_json(row) for row in comparison]}) if args.json else comparison)
     if args.csv:
         write_text(args.csv, csv_text(comparison.rows))
-    print(json_line({"rows": [as_json(row) for row in comparison]}) if args.json else comparison)
     return 0 if any(row.plan for row in comparison) else 2
 
 

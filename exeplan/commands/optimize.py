@@ -9,6 +9,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +168,8 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.core.schedule import needs_other_engine
     from exeplan.figures import check_picture
     from exeplan.garbage import collected_seldom
+    from exeplan.outputs import check_output, refuse, unwritten
+    from exeplan.planner.load_problem import with_relative_references
     from exeplan.planner.reports.explain_text import explanation_lines
     from exeplan.planner.reports.report import optimum_report, search_line
     from exeplan.planner.reports.tables import json_line
@@ -178,6 +181,8 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     if args.plot:
         check_picture(args.plot)
+    for path in filter(None, (args.output, args.plot)):
+        check_output(path)
     with Shown("optimize") as shown, collected_seldom():
         search, frontier, what_if = _parts(shown, plot=args.plot is not None, explain=args.explain)
         solution = api.optimize(**{name: getattr(args, name) for name in _OPTIONS}, told=search)
@@ -185,13 +190,18 @@ def run(args: argparse.Namespace) -> int:
             note(_by_datasheet(solution.problem.profile))
         note(_kept_to(args.policy, solution.problem.profile))
         note(_without_effect(args))
-        optimum = replace(solution.optimum, plan=solution.save(args.output) if args.output else solution.plan)
-        if args.plot:
-            solution.write_plot(args.plot, told=frontier)
+        plan = with_relative_references(solution.plan, args.output) if args.output else solution.plan
+        optimum = replace(solution.optimum, plan=plan)
+        files = (
+            (args.output, partial(solution.save, args.output)),
+            (args.plot, partial(solution.write_plot, args.plot, told=frontier)),
+        )
+        failed = unwritten({path: write for path, write in files if path})
         explanation = solution.explain(told=what_if) if args.explain else None
     if args.json:
         body = _as_json(optimum, solution.problem, solution.tried, explanation)
         print(json_line({**body, "threads": [one.to_dict() for one in solution.threads]}))
+        refuse(failed)
         return 0
     if solution.tried:
         print(f"fewest GPUs of cluster {args.cluster}: {optimum.plan.gpus}\n\n{sizes_table(solution.tried)}\n")
@@ -201,9 +211,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{search_line(optimum)}; {show_seconds(time.perf_counter() - started)} in all")
     if explanation:
         print(f"\n{explanation_lines(explanation)}")
-    if args.plot:
+    if args.plot and args.plot not in failed:
         print(f"\nfrontier drawn in {args.plot}")
-    if args.output:
+    if args.output and args.output not in failed:
         note(_unplaced(solution.problem.profile.model, args.output))
         where = ""
         if solution.problem.profile.model.is_only_planned:
@@ -214,6 +224,7 @@ def run(args: argparse.Namespace) -> int:
         profile = solution.problem.profile
         where += _exported_by(optimum.plan, profile.model, profile.engine, args.output)
         print(f"\nplan written to {args.output}{where}")
+    refuse(failed)
     return 0
 
 

@@ -6,6 +6,7 @@ Fills in the estimate of a plan that was written by hand (model, schedule and pl
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 POSITION = 40
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from exeplan import api
     from exeplan.core.plan import as_json
+    from exeplan.outputs import check_output, refuse, unwritten
     from exeplan.planner.load_problem import other_times, read_plan
     from exeplan.planner.reports.tables import evidence_rows, json_line
     from exeplan.planner.simulation import check_saved
@@ -59,15 +61,13 @@ def run(args: argparse.Namespace) -> int:
         check_saved(args.steady_state)
     if args.timeline:
         check_timeline(args.timeline)
+    for path in filter(None, (args.timeline, args.output)):
+        check_output(path)
     options = ("profile", "workload", "cluster", "arrival_rate", "arrivals", "requests", "seed", "steady_state")
     with Shown("simulate") as shown:
         simulation = api.simulate(args.plan, **{name: getattr(args, name) for name in options}, told=shown)
     if args.profile is None:
         note(other_times(read_plan(args.plan), simulation.request.profile))
-    if args.timeline:
-        simulation.write_timeline(args.timeline)
-    if args.output:
-        simulation.save(args.output)
     if args.json:
         more = {"preemptions": simulation.whole.num_preemptions, "extrapolated": simulation.extrapolated}
         more["groups"] = [one.to_dict() for one in simulation.groups]
@@ -77,6 +77,11 @@ def run(args: argparse.Namespace) -> int:
         print(json_line({**as_json(simulation.request.named(simulation.plan)), **more}))
     else:
         print(simulation)
-        for path in filter(None, (args.timeline, args.output)):
-            print(f"wrote {path}")
+    files = ((args.timeline, simulation.write_timeline), (args.output, simulation.save))
+    failed = unwritten({path: partial(write, path) for path, write in files if path})
+    if not args.json:
+        for path, _ in files:
+            if path and path not in failed:
+                print(f"wrote {path}")
+    refuse(failed)
     return 2 if simulation.broken_bound else 0

@@ -13,6 +13,7 @@ import pytest
 from exeplan.cli import main
 from exeplan.core.plan import save_plan
 from exeplan.core.profile import Profile, save_profile
+from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan, plan_problem, read_plan
 from exeplan.policies import policy_names
 
@@ -426,6 +427,42 @@ def test_a_long_replay_says_how_far_it_is(
     lines = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"simulate: \d %(, about .* left)?; replay", lines[0])
     assert lines[-1] == "simulate: 100 %, about 0 s left; replay"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [*optimize(), "-o", "p.json/plan.yaml"],
+        [*optimize(), "--plot", "p.json/frontier.png"],
+        [*simulate(), "-o", "p.json/plan.yaml"],
+        [*simulate(), "--timeline", "p.json/t.json"],
+        ["compare", "--profile", "p.json", "--workload", LAW, "--latency-bound", "1s", "--csv", "p.json/rows.csv"],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str]
+) -> None:
+    for name in ("optimize", "simulate", "compare"):
+        monkeypatch.setattr(f"exeplan.api.{name}", pytest.fail)
+    place = folder / "p.json"
+    assert answer(capsys, argv) == f"exeplan {argv[0]}: cannot write {argv[-1]}: {place} is not a directory"
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_what_was_found_is_printed_where_a_file_cannot_be_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    def full(figure: object, path: Path) -> None:
+        raise InputError(f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr("exeplan.planner.reports.frontier_plot.save_figure", full)
+    assert main([*optimize(), "--plot", "f.png", "-o", "plan.yaml", *more]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "exeplan optimize: cannot write f.png: No space left on device\n"
+    assert "orca" in captured.out
+    assert ("plan written to plan.yaml" in captured.out) is not bool(more)
+    assert "f.png" not in captured.out
+    assert load_plan(folder / "plan.yaml").schedule.policy == "orca"
 
 
 def test_a_plan_for_a_backlog_is_replayed_at_a_rate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

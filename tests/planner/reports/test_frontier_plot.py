@@ -64,6 +64,11 @@ def test_names_the_kinds_there_are(tmp_path):
         draw_frontier({}, tmp_path / "frontier.gif", bound=1.0)
 
 
-def test_says_that_a_folder_is_missing(tmp_path):
-    with pytest.raises(InputError, match="No such file or directory"):
-        draw_frontier({}, tmp_path / "none" / "frontier.png", bound=1.0)
+def test_makes_the_folder_and_replaces_a_picture_in_one_step(tmp_path):
+    path = tmp_path / "none" / "frontier.png"
+    for _ in range(2):
+        draw_frontier({}, path, bound=1.0)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [one.name for one in path.parent.iterdir()] == ["frontier.png"]
+    with pytest.raises(InputError, match="cannot write"):
+        draw_frontier({}, path / "frontier.png", bound=1.0)

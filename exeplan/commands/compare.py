@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.outputs import check_output
     from exeplan.planner.comparison import as_json, csv_text
     from exeplan.planner.reports.tables import json_line
-    from exeplan.progress import Shown
+    from exeplan.progress import Shown, note
 
     if not args.profile and not args.model:
         raise InputError("give --profile FILE, or --model and --cluster for times by the datasheet of its devices")
@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
             fit_context=args.fit_context,
             told=shown,
         )
+    sources = dict.fromkeys((row.workload, row.workload_source) for row in comparison if row.workload_source)
+    note(f"workload {name}: {source}" for name, source in sources)
     print(json_line({"rows": [as_json(row) for row in comparison]}) if args.json else comparison)
     if args.csv:
         write_text(args.csv, csv_text(comparison.rows))

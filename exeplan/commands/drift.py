@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         workload = workload.fit_context(problem.profile.model.max_context, like=load_workload(reference))
     if workload.trace is None:
         raise InputError(f"{args.trace} is a law, not a trace: there are no requests to play")
+    note([f"workload {workload.name}: {workload.source}"])
     rate = parse_rate(args.rate, "--rate") if args.rate else None
     arrivals = arrivals_of(workload.trace, problem, plan, rate)
     policies = None if args.policy == "auto" else resolve_policies(args.policy, problem.cluster)
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     adopted = [look.adopted for look in looks if look.adopted]
     if args.output and adopted:
         save_proposal(adopted[-1], args.output)
-    print(json_line(_as_json(plan, looks)) if args.json else _text(plan, looks))
+    print(json_line(_as_json(plan, looks, workload.source)) if args.json else _text(plan, looks))
     if args.output and not adopted:
         raise InputError(f"no plan to write to {args.output}: none would have been adopted")
     return 0
@@ -129,7 +130,7 @@ def _text(plan: "Plan", looks: "list[TraceLook]") -> str:
     return "\n".join(lines)
 
 
-def _as_json(plan: "Plan", looks: "list[TraceLook]") -> dict[str, Any]:
+def _as_json(plan: "Plan", looks: "list[TraceLook]", source: str) -> dict[str, Any]:
     from dataclasses import asdict
 
     from exeplan.core.plan import as_json
@@ -149,4 +150,4 @@ def _as_json(plan: "Plan", looks: "list[TraceLook]") -> dict[str, Any]:
         if (found := look.adopted)
     ]
     states = [{**asdict(look.state), "requests": look.num_arrived} for look in looks]
-    return {"plan": as_json(plan), "replans": replans, "looks": states}
+    return {"plan": as_json(plan), "workload_source": source, "replans": replans, "looks": states}

@@ -295,7 +295,11 @@ def _as_json(
     from exeplan.planner.reports.explain_text import as_json as explanation_json
 
     part = trace_part(problem, most_of_trace(optimum.plan.num_replicas))
-    body = {**as_json(optimum), "trace_part": asdict(part) if part else None}
+    body = {
+        **as_json(optimum),
+        "workload_source": problem.workload.source or None,
+        "trace_part": asdict(part) if part else None,
+    }
     if tried:
         body["sizes"] = [{"gpus": size.num_gpus, "refusal": size.refusal or None} for size in tried]
     return {**body, "explanation": explanation_json(explanation)} if explanation else body

@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         more = {"preemptions": simulation.whole.num_preemptions, "extrapolated": simulation.extrapolated}
         more["groups"] = [one.to_dict() for one in simulation.groups]
         more["full_batches"] = asdict(simulation.full) if simulation.full else None
+        more["workload_source"] = simulation.problem.workload.source or None
         more["trace_part"] = asdict(simulation.trace_part) if simulation.trace_part else None
         more["evidence"] = evidence_rows(replay=simulation.plan.replay)
         print(json_line({**as_json(simulation.request.named(simulation.plan)), **more}))

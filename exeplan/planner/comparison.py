@@ -53,6 +53,8 @@ class ComparisonRow:
     """The device where there is none."""
     gpus: int
     workload: str
+    workload_source: str = ""
+    """Where its lengths come from and what was done to them, for people."""
     bound: Bound
     engine: str = ""
     """Whose times the profile has; '' for those of kernels alone, or of exeplan's own engine."""
@@ -151,6 +153,7 @@ def compare_row(request: PlanRequest, *, told: Told = SILENT) -> ComparisonRow:
         cluster=request.cluster.name if request.cluster else request.profile.device.name,
         gpus=request.cluster.num_gpus if request.cluster else 1,
         workload=request.workload.name,
+        workload_source=request.requests.source,
         bound=request.bounds[0],
         engine=request.profile.engine,
     )
@@ -195,6 +198,7 @@ def as_json(row: ComparisonRow) -> dict[str, Any]:
     plan = plan_json(row.plan) if row.plan else {}
     return {
         **{name: getattr(row, name) for name in ("model", "engine", "defaults", "cluster", "gpus", "workload")},
+        "workload_source": row.workload_source or None,
         "bound": bound_json(row.bound),
         **{
             name: plan.get(name)

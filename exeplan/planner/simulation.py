@@ -144,7 +144,8 @@ class Simulation:
     def _headline(self) -> str:
         requests, passes = len(self.whole.requests), self.whole.num_passes
         of = " in the first replica" if self.routed is None and self.plan.num_replicas > 1 else ""
-        return f"{show_copies(self.plan)} on {self.problem.workload.name}, {requests} requests, {passes} passes{of}"
+        head = f"{show_copies(self.plan)} on {self.problem.workload.name}, {requests} requests, {passes} passes{of}"
+        return "\n  ".join(filter(None, (head, self.problem.workload.source)))
 
     @property
     def _remark(self) -> str:

@@ -206,7 +206,7 @@ def _json(text: str, path: Path, count_tokens: CountTokens | None) -> _Found:
     values = chain(start, rest)
     keys = set(start[0][1]) if start and isinstance(start[0][1], dict) else set()
     if "input_lens" in keys or ("ttfts" in keys and "output_lens" in keys) or "total_input_tokens" in keys:
-        return _Found(_bench_rows(values, path), "vllm bench serve")
+        return _bench([value for _, value in values], path)
     if {"input_length", "output_length"} <= keys:
         fields = ("input_length", "output_length", "timestamp")
         return _Found(_object_rows(values, path, fields), "Mooncake", lambda value: _seconds(value) / 1e3)
@@ -257,9 +257,14 @@ def _object_rows(values: Iterable[tuple[int, Any]], path: Path, fields: tuple[st
         yield _Row(line, *(value.get(field) for field in fields))
 
 
-def _bench_rows(values: Iterable[tuple[int, Any]], path: Path) -> Iterator[_Row]:
+def _bench(runs: Sequence[Any], path: Path) -> _Found:
     """The requests of one run, or of several, whose clocks differ so that their times are left out."""
-    runs = [value for _, value in values]
+    timed = any(isinstance(run, dict) and run.get("start_times") for run in runs)
+    remark = f"{len(runs)} runs together{', without their times' if timed else ''}"
+    return _Found(_bench_rows(runs, path), "vllm bench serve", remarks=(remark,) if len(runs) > 1 else ())
+
+
+def _bench_rows(runs: Sequence[Any], path: Path) -> Iterator[_Row]:
     for run in runs:
         columns: list[Any] = [run.get(name) for name in ("input_lens", "output_lens")] if isinstance(run, dict) else []
         if not columns or not all(isinstance(column, list) for column in columns):

@@ -483,6 +483,20 @@ def test_a_plan_for_a_backlog_is_replayed_at_a_rate(folder: Path, capsys: pytest
     assert slower["replay"]["ttft"] < again["replay"]["ttft"]
 
 
+def test_what_was_done_to_a_workload_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"conversations": [{"from": "human", "value": "a" * 80}, {"from": "gpt", "value": "b" * 24}]}
+    (folder / "t.json").write_text(json.dumps([row, {"conversations": []}, row]))
+    source = (
+        "t.json, 2 requests; a trace of ShareGPT; tokens estimated as bytes of text / 4, no tokenizer was given; "
+        "1 without input or output left out"
+    )
+    for argv in (optimize(workload="t.json"), simulate(workload="t.json")):
+        assert source in printed(capsys, argv)
+        assert strict(printed(capsys, [*argv, "--json"]))["workload_source"] == source
+        argv[argv.index("t.json")] = LAW
+        assert strict(printed(capsys, [*argv, "--json"]))["workload_source"] is None
+
+
 def test_a_plan_is_replayed_at_the_times_of_a_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = "".join(f"{number / 10},20,6\n" for number in range(200))
     (folder / "trace.csv").write_text(f"arrival_s,input_tokens,output_tokens\n{rows}")

@@ -537,6 +537,17 @@ def test_the_command_says_that_nothing_happened(planned, capsys):
     assert "1500 requests" in out
 
 
+def test_the_command_says_what_was_left_out_of_a_trace(planned, capsys):
+    rows = ((0, 40, 90), (500, 40, 0), (900, 50, 80))
+    lines = [json.dumps({"timestamp": ms, "input_length": given, "output_length": out}) for ms, given, out in rows]
+    (planned / "t.jsonl").write_text("\n".join(lines))
+    source = "t.jsonl, 2 requests; a trace of Mooncake; 1 without input or output left out"
+    assert main(["drift", "--plan", "plan.yaml", "t.jsonl", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert f"note: workload t.jsonl: {source}\n" in captured.err
+    assert json.loads(captured.out)["workload_source"] == source
+
+
 def test_the_command_says_when_and_what_it_gains_and_writes_the_plan(planned, capsys):
     trace = write(planned / "t.csv", joined(draw(800, 1), draw(1500, 2, scale=0.5)))
     command = ["drift", "--plan", "plan.yaml", trace, "--every", "4s", "--policy", "rra"]

@@ -74,6 +74,17 @@ def test_a_row_without_a_plan_says_what_would_do(folder: Path, capsys: pytest.Ca
     assert float(rows[1]["latency"]) <= float(rows[1]["bound_seconds"]) == 0.1
 
 
+def test_what_was_done_to_a_workload_is_told_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"input_length": 20, "output_length": 6, "timestamp": 0}
+    (folder / "t.jsonl").write_text("\n".join(json.dumps({**row, "output_length": n}) for n in (6, 0, 6)))
+    source = "t.jsonl, 2 requests; a trace of Mooncake; 1 without input or output left out"
+    assert main([*compare(workload=("t.jsonl", SHORT), latency_bound="100ms,1s"), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == f"note: workload t.jsonl: {source}\n"
+    found = [row["workload_source"] for row in json.loads(captured.out)["rows"]]
+    assert found == [source, source, None, None]
+
+
 def test_without_any_plan_the_status_is_2_and_the_table_says_why(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

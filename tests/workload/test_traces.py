@@ -122,7 +122,17 @@ def requests(workload: Workload) -> list[tuple[float, ...]]:
         (
             "\n".join([json.dumps({"input_lens": [3], "output_lens": [4], "ttfts": [0.1]})] * 2),
             [(3, 4), (3, 4)],
-            "vllm bench serve",
+            "vllm bench serve; 2 runs together",
+        ),
+        (
+            "\n".join(
+                [
+                    json.dumps({"input_lens": [3], "output_lens": [4], "ttfts": [0.1], "start_times": [seconds]})
+                    for seconds in (1.0, 9.0)
+                ]
+            ),
+            [(3, 4), (3, 4)],
+            "vllm bench serve; 2 runs together, without their times",
         ),
     ],
 )

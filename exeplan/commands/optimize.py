@@ -293,13 +293,16 @@ def _as_json(
     from exeplan.planner.choice.optimize import as_json
     from exeplan.planner.problems.replays import most_of_trace, trace_part
     from exeplan.planner.reports.explain_text import as_json as explanation_json
+    from exeplan.planner.reports.report import remarks
+    from exeplan.planner.sizing import sizes_json
 
     part = trace_part(problem, most_of_trace(optimum.plan.num_replicas))
     body = {
         **as_json(optimum),
+        "remarks": remarks(optimum, problem),
         "workload_source": problem.workload.source or None,
         "trace_part": asdict(part) if part else None,
     }
     if tried:
-        body["sizes"] = [{"gpus": size.num_gpus, "refusal": size.refusal or None} for size in tried]
+        body["sizes"] = sizes_json(tried)
     return {**body, "explanation": explanation_json(explanation)} if explanation else body

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from exeplan import api
-    from exeplan.core.plan import as_json
+    from exeplan.core.plan import as_json, bound_json
     from exeplan.outputs import check_output, refuse, unwritten
     from exeplan.planner.load_problem import other_times, read_plan
     from exeplan.planner.reports.tables import evidence_rows, json_line
@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         more = {"preemptions": simulation.whole.num_preemptions, "extrapolated": simulation.extrapolated}
         more["groups"] = [one.to_dict() for one in simulation.groups]
         more["full_batches"] = asdict(simulation.full) if simulation.full else None
+        more["broken_bound"] = bound_json(simulation.broken_bound) if simulation.broken_bound else None
         more["workload_source"] = simulation.problem.workload.source or None
         more["trace_part"] = asdict(simulation.trace_part) if simulation.trace_part else None
         more["evidence"] = evidence_rows(replay=simulation.plan.replay)

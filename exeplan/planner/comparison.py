@@ -205,6 +205,7 @@ def as_json(row: ComparisonRow) -> dict[str, Any]:
             for name in ("schedule", "placement", "replicas", "more_replicas", "num_threads", "estimate", "replay")
         },
         "throughput_per_gpu": row.throughput_per_gpu,
+        "breaks_bound": row.breaks_bound if row.plan else None,
         "refusal": row.refusal or None,
         "nearest": row.nearest or None,
     }
@@ -220,7 +221,7 @@ def csv_text(rows: Sequence[ComparisonRow]) -> str:
 
 
 def _flat(row: ComparisonRow) -> dict[str, Any]:
-    estimate = row.estimate
+    estimate, replay = row.estimate, row.plan.replay if row.plan else None
     return {
         **{name: getattr(row, name) for name in ("model", "engine", "defaults", "cluster", "gpus", "workload")},
         "bound_seconds": row.bound.seconds,
@@ -231,7 +232,11 @@ def _flat(row: ComparisonRow) -> dict[str, Any]:
         "throughput": estimate.throughput if estimate else None,
         "token_throughput": estimate.token_throughput if estimate else None,
         "latency": estimate.latency if estimate else None,
+        "replay_throughput": replay.throughput if replay else None,
+        "replay_token_throughput": replay.token_throughput if replay else None,
+        "replay_latency": replay.latency if replay else None,
         "throughput_per_gpu": row.throughput_per_gpu,
+        "breaks_bound": row.breaks_bound if row.plan else None,
         "refusal": row.refusal,
     }
 

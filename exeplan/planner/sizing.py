@@ -8,10 +8,12 @@ for. Not here: how a part is used (`optimize.py`).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from exeplan.core.bounds import utilizations
 from exeplan.core.cluster import Cluster
 from exeplan.core.plan import Plan
+from exeplan.core.plan import as_json as plan_json
 from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.answers import Optimum
@@ -319,6 +321,24 @@ def sizes_table(tried: tuple[Tried, ...]) -> str:
             )
         )
     return table(("GPUs", "best plan", "most req/s", "latency"), rows)
+
+
+def sizes_json(tried: Sequence[Tried]) -> list[dict[str, Any]]:
+    """The same for programs: plan, requests/s and seconds are null for a size without a plan."""
+    return [
+        {
+            "gpus": size.num_gpus,
+            "refusal": size.refusal or None,
+            **_figures(size.optimum.plan if size.optimum else None),
+        }
+        for size in tried
+    ]
+
+
+def _figures(plan: Plan | None) -> dict[str, Any]:
+    if plan is None or plan.replay is None:
+        return {"plan": None, "most_rate": None, "latency": None}
+    return {"plan": plan_json(plan), "most_rate": _most(plan), "latency": plan.replay.latency}
 
 
 def tried_size(cluster: Cluster, solve: Solve, told: Told = SILENT) -> Tried:

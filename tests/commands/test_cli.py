@@ -183,6 +183,10 @@ def test_a_replay_that_breaks_the_bound_ends_with_status_2(folder: Path, capsys:
     (folder / "hand.yaml").write_text(BY_HAND + "bound: {seconds: 0.001}\n")
     assert main(simulate()) == 2
     assert "the replay breaks the bound 1 ms on p99-length" in capsys.readouterr().out
+    assert main([*simulate(), "--json"]) == 2
+    assert strict(capsys.readouterr().out)["broken_bound"] == {"seconds": 0.001, "about": "p99-length"}
+    (folder / "hand.yaml").write_text(BY_HAND + "bound: {seconds: 10}\n")
+    assert strict(printed(capsys, [*simulate(), "--json"]))["broken_bound"] is None
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,12 @@ def test_a_row_without_a_plan_says_what_would_do(folder: Path, capsys: pytest.Ca
     )
     assert rows[0]["throughput"] == ""
     assert float(rows[1]["latency"]) <= float(rows[1]["bound_seconds"]) == 0.1
+    assert float(rows[1]["replay_latency"]) <= 0.1
+    assert float(rows[1]["replay_throughput"]) == pytest.approx(float(rows[1]["throughput"]), rel=0.1)
+    assert [(row["replay_latency"], row["breaks_bound"]) for row in rows] == [
+        ("", ""),
+        (rows[1]["replay_latency"], "False"),
+    ]
 
 
 def test_what_was_done_to_a_workload_is_told_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,6 +205,7 @@ def test_engines_stand_side_by_side_each_with_its_defaults(tmp_path, monkeypatch
     ]  # fmt: skip
     best, default = rows[:2]
     assert default["placement"] == best["placement"]
+    assert (best["breaks_bound"], default["breaks_bound"]) == (False, True)
     assert default["schedule"]["max_num_batched_tokens"] == 8192
     assert best["schedule"]["max_num_seqs"] < default["schedule"]["max_num_seqs"] < 1024
     assert best["estimate"]["latency"] <= 10 < default["estimate"]["latency"]

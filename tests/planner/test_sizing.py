@@ -27,6 +27,7 @@ from exeplan.units import seconds
 WIRE = Link(bytes_per_second=1e10, latency=1e-5)
 
 LAW = "normal:in=40,10,80;out=12,5,24"
+FIGURES = ("plan", "most_rate", "latency")
 CLUSTER = """
 device: affine
 nodes: 2
@@ -69,6 +70,10 @@ def test_no_smaller_part_would_do(load: list[str], folder: Path, capsys: pytest.
     assert body["gpus"] == 2
     assert [(size["gpus"], size["refusal"] is None) for size in body["sizes"]] == [(1, False), (2, True)]
     assert "requests/s would be sustained" in body["sizes"][0]["refusal"]
+    assert body["sizes"][0] == {"gpus": 1, "refusal": body["sizes"][0]["refusal"]} | dict.fromkeys(FIGURES)
+    assert body["sizes"][1]["plan"]["schedule"] == body["schedule"]
+    assert body["sizes"][1]["latency"] == body["replay"]["latency"]
+    assert body["sizes"][1]["most_rate"] >= body["replay"]["throughput"]
     assert main(command("--gpus", "2", "--latency-bound", "200ms", *load)) == 0
     capsys.readouterr()
     refusal(capsys, "--gpus", "1", "--latency-bound", "200ms", *load)

@@ -48,6 +48,16 @@ def test_a_profile_of_one_burst_is_not_called_sure(
     assert f"{said}; " in capsys.readouterr().out.replace(" (one standard error)", "")
 
 
+def test_programs_are_told_the_remarks_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--workload", "fixed:in=64;out=8", "--latency-bound", "60s", "--policy", "orca", "--max-num-seqs", "4"]
+    found = []
+    for profile in ("new", "old"):
+        assert main(["optimize", "--profile", str(folder / f"{profile}.json"), *asked, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["remarks"])
+    assert found[0] == []
+    assert [remark.startswith(ASSUMED) for remark in found[1]] == [True]
+
+
 @pytest.mark.parametrize(
     ("source", "saving", "said"),
     [("measured", 0.0, True), ("measured", 0.8, False), ("measured with vllm", 0.0, False)],

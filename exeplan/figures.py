@@ -4,14 +4,13 @@ Not here: numbers; each picture has a function of its own that makes its rows.
 """
 
 import io
-import os
-import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exeplan.errors import InputError
 from exeplan.extras import require
+from exeplan.files import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,23 +44,7 @@ def save_figure(figure: "Figure", path: Path) -> None:
     """
     drawn = io.BytesIO()
     figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=150)
-    try:
-        _replace(path, drawn.getvalue())
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except OSError:
-        os.unlink(name)
-        raise
+    write_bytes(path, drawn.getvalue())
 
 
 def axes_or_new(axes: "Axes | None") -> "Axes":

@@ -88,26 +88,31 @@ def write_text(path: Path, text: str) -> None:
     if (stream := {"/dev/stdout": sys.stdout, "/dev/stderr": sys.stderr}.get(str(path))) is not None:
         print(text, end="", file=stream, flush=True)
         return
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """As `write_text` does, but not to this process's own streams."""
     try:
         if path.is_dir():
             raise InputError(f"cannot write {path}: it is a directory")
         if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(content)
         else:
-            _replace(Path(os.path.realpath(path)) if path.is_symlink() else path, text)
+            _replace(Path(os.path.realpath(path)) if path.is_symlink() else path, content)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
         note([f"made the directory {path.parent} for {path.name}"])
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         os.chmod(name, mode)
         os.replace(name, path)
     except OSError:

@@ -12,10 +12,18 @@ from exeplan.errors import InputError
 
 
 def check_output(path: Path) -> None:
-    """Raises InputError for a file that could not be written; folders that are not there will be made with it."""
+    """Raises InputError for a file that could not be written; folders that are not there will be made with it.
+
+    What is no file, such as a device, is written to, so that its folder does not matter.
+    """
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a directory")
-    there = next(folder for folder in path.absolute().parents if os.path.exists(folder))
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        if not os.access(target, os.W_OK):
+            raise InputError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
+        return
+    there = next(folder for folder in target.parents if os.path.exists(folder))
     if not there.is_dir():
         raise InputError(f"cannot write {path}: {there} is not a directory")
     if not os.access(there, os.W_OK):

@@ -325,7 +325,7 @@ def compare(
     latency_bounds: Iterable[Quantity],
     *,
     models: Iterable[ModelSpec | File] = (),
-    engines: Sequence[File] = (),
+    engines: Sequence[File] = ("exeplan",),
     bound_on: str = "p99-length",
     clusters: Iterable[Cluster | File] = (),
     gpus: Sequence[int] = (),

@@ -90,6 +90,7 @@ ALLOWED = {
         "longer than two seconds": "a constant of the code",
         "every ten seconds": "a constant of the code",
         "below 1 %": "a constant of the code",
+        "hold at five times the rate": "a constant of the code",
     },
     "docs/reference/files.md": {"at most 40,000": "a constant of the code", "may be in use | 0.9 |": "a default"},
     "docs/reference/risk.md": {

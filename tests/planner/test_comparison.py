@@ -172,7 +172,7 @@ def two_gpus(path: Path, speed: str) -> Path:
 
 def test_clusters_of_one_device_have_each_its_own_links(tmp_path: Path) -> None:
     clusters = [two_gpus(tmp_path / f"{name}.yaml", speed) for name, speed in (("fast", "240GB"), ("slow", "100MB"))]
-    options = {"models": ["llama-3.1-8b"], "engines": ["exeplan"], "clusters": clusters, "policy": "orca"}
+    options = {"models": ["llama-3.1-8b"], "clusters": clusters, "policy": "orca"}
     fast, slow = api.compare([], ["fixed:in=512;out=32"], ["inf"], **options)  # type: ignore[arg-type]
     assert (fast.cluster, slow.cluster) == ("fast", "slow")
     assert fast.estimate

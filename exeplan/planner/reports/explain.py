@@ -250,7 +250,7 @@ def _what_limits(more_latency: WhatIf, more_memory: WhatIf, more_gpus: WhatIf) -
 
 def _most_noise(asked: Sequence[WhatIf]) -> str:
     """The most that one of them may gain, none of which certainly does."""
-    return percent(max(what.noise for what in asked))
+    return f"{math.ceil(100 * max(what.noise for what in asked) - 1e-9)} %"
 
 
 def _briefly(what: WhatIf) -> str:

@@ -90,7 +90,7 @@ def test_the_device_limits_where_more_of_nothing_gains(profile: Profile) -> None
 
 def test_what_gains_at_most_covers_the_noise_of_all_that_is_named() -> None:
     latency = WhatIf(change="10 % more of the bound", limit="the bound", gain=0.0, noise=0.01)
-    memory = WhatIf(change="10 % more memory on each GPU", limit="KV memory", gain=0.015, noise=0.014)
+    memory = WhatIf(change="10 % more memory on each GPU", limit="KV memory", gain=0.01, noise=0.014)
     gpus = WhatIf(change="3 GPUs instead of 2", limit="the GPUs", gain=0.05, noise=0.08)
     assert _what_limits(latency, memory, gpus) == (
         "nothing alone: 10 % more of the bound or 10 % more memory on each GPU or 3 GPUs instead of 2 gains at most 8 %"

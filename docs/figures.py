@@ -60,8 +60,9 @@ def origin(record: str, body: Record) -> str:
     """File, date, commit and command of a record; that of a dirty tree is called so, and so are parts of others."""
     dirty = ", a dirty tree" if is_dirty(body) else ""
     command = f", `{body['command']}`" if " -" in body["command"].removeprefix("python -m ") else ""
-    made = {part["commit"] for part in _parts(body) if "commit" in part} - {body["commit"]}
-    others = f", parts of {', '.join(f'`{commit}`' for commit in sorted(made))}" if made else ""
+    made = {part.get("commit") for part in _parts(body)} - {body["commit"]}
+    named = ", ".join(f"`{commit}`" if commit else "earlier ones" for commit in sorted(made, key=str))
+    others = f", parts of {named}" if made and len(made) < len(_parts(body)) else ""
     return f"`{record}.json`, {body['date']}, commit `{body['commit']}`{others}{dirty}{command}"
 
 

@@ -49,7 +49,7 @@ def _trace(count: int, *, scale: float) -> Trace:
 
 
 def test_every_request_is_served_and_a_slower_device_keeps_fewer_within_the_bound(plan: Plan) -> None:
-    trace = _trace(1500, scale=1.0)
+    trace = _trace(900, scale=1.0)
     shares = []
     for slowdown in (1.0, 2.0):
         served, replans = played(plan, trace, None, slowdown)
@@ -59,7 +59,7 @@ def test_every_request_is_served_and_a_slower_device_keeps_fewer_within_the_boun
 
 
 def test_longer_outputs_are_met_with_another_plan(plan: Plan) -> None:
-    short, long = _trace(800, scale=1.0), _trace(5000, scale=1.6)
+    short, long = _trace(400, scale=1.0), _trace(2200, scale=1.8)
     trace = Trace(np.append(short.inputs, long.inputs), np.append(short.outputs, long.outputs))
     _, replans = played(plan, trace, RULES)
     assert replans[0][1] != str(plan.schedule)

@@ -2,8 +2,8 @@
 
 The processes start and join a group as workers do, and time what workers do: the all-reduces inside a shard's layers,
 on GPUs those of a captured graph, as decode iterations run them, and hidden states that one rank awaits while another
-computes. Of an all-reduce the time of the rank counts that came last, as it waits for nobody: how unevenly ranks
-compute is in the bursts' factor (`worker_passes.py`), which grows with the compute. Means count: the median of gloo's
+computes. Of an all-reduce the time of the rank counts that came last and did not wait: how unevenly ranks compute is
+in the bursts' factor (`worker_passes.py`), which grows with the compute. Means count: the median of gloo's
 all-reduces is half of their mean.
 Not here: the compute of a shard (`shards.py`), and the engine's part (`control.py`).
 """

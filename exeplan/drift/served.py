@@ -2,7 +2,7 @@
 
 The closed form has full batches. Where the cache is too small to hold them, the engine runs fewer requests at once and
 computes preempted ones again: that is replayed. At a rate only the throughput under a backlog is, which must be above
-the rate: up to 0.95 of it few requests are preempted, and latencies are those of full batches (within 0.5 %, LOG.md).
+the rate: where it is, few requests are preempted, and latencies are those of the closed form.
 """
 
 from dataclasses import replace

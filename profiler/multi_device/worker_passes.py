@@ -91,7 +91,7 @@ def pass_rows(
     """The rows `alone`, the mean pass of the bursts as the profile's parts add up to it, and `together`, as they ran.
 
     `plans` of the same workers take turns, those with more slots later; `known` has all other rows that the placement
-    needs. On a loaded machine the least number of bursts, one of each plan, takes longer than `seconds`.
+    needs. Where a burst is slow, the least number of them, one of each plan, takes longer than `seconds`.
     """
     largest = plans[-1]
     setup = engine_setup(
@@ -153,10 +153,13 @@ def _likely(factors: Sequence[float]) -> float:
 
 
 def remark(rows: Sequence[Measurement]) -> str:
-    """What a pair of rows says, and whether a limit stands in for what was measured."""
+    """What a pair of rows says, and whether a limit stands in for what bursts showed."""
     alone, together = rows
     factor = together.seconds / alone.seconds
-    said = f"passes on workers take {factor:.3f} times the sum of their parts (+-{together.spread:.1%})"
+    said = (
+        f"passes on workers take {factor:.3f} times the sum of their parts (+-{together.spread:.1%}), the mean of "
+        f"{together.repeats} bursts drawn toward 1, as so few may be off"
+    )
     if _LEAST_FACTOR * 1.001 < factor < _MOST_FACTOR * 0.999:
         return said
     return f"{said}, a limit: the bursts were beyond it, as beside other programs; profile again"

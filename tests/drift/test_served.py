@@ -75,6 +75,16 @@ def test_a_rate_that_only_full_batches_sustain_is_not_sustained(plan, longer):
     served(replace(longer, arrivals=Arrivals(rate=0.9 * small)), plan)
 
 
+def test_at_a_rate_that_is_sustained_a_small_cache_changes_no_latency(plan, longer):
+    sustained = replace(longer, arrivals=Arrivals(rate=0.9 * served(longer, plan).throughput))
+    small, large = (
+        replay_estimate(sustained, plan.schedule, seed=3, num_requests=3000, kv_tokens=tokens)[1]
+        for tokens in (TOKENS, 10 * TOKENS)
+    )
+    assert small.latency == pytest.approx(large.latency, rel=0.01)
+    assert served(sustained, plan) == sustained.estimate(plan.schedule)
+
+
 def test_the_watch_tells_it_and_proposes_a_larger_cache(plan, problem, longer):
     watch = Watch(plan, problem, rules=Rules(every=4.0, looks=1), policies=("chunked",))
     outputs = np.random.default_rng(1).integers(60, 300, 1200).tolist()

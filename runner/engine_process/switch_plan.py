@@ -1,9 +1,10 @@
 """PlanSwitcher: switches the running engine to another plan.
 
 With the same devices, layers and KV cache only the schedule changes, between two batches, unless GPUs have captured
-too little for it. Otherwise new workers are built. On CPUs a thread builds them while the old ones go on serving; where
-a device has no memory for two generations, the old ones end first, and are started again if the new ones fail. Weights
-come from host memory, where several devices may have to load other layers (`host_memory.py`).
+too little for it, or its batches may take longer than workers were started for. Otherwise new workers are built. On
+CPUs a thread builds them while the old ones go on serving; where a device has no memory for two generations, the old
+ones end first, and are started again if the new ones fail. Weights come from host memory, where several devices may
+have to load other layers (`host_memory.py`).
 
 The KV cache of running requests moves to the new workers (`kv_migration.py`) if both plans keep keys and values in the
 same dtype, computed from weights of the same dtype, and on this host. Otherwise the requests are computed again.
@@ -56,8 +57,8 @@ class PlanSwitcher:
     ) -> None:
         """`build` makes the executor of a setup; `put` passes its argument to the thread that calls `take`."""
         self._engine, self._setup, self._build, self._put = engine, setup, build, put
-        self._built_for = setup.schedule
-        """What the executor was made for; only its schedule may have changed since then."""
+        self._built_for = setup
+        """What the executor was made for; since then the schedule may have changed, and the deadline become shorter."""
         self._building = False
         """Workers of another plan are being built."""
         directory = setup.model.directory if _num_devices(setup) > 1 else None
@@ -102,14 +103,16 @@ class PlanSwitcher:
             and new.engine.num_blocks <= self._engine.num_blocks
             and self._engine.fits_kv_budget(new.schedule)
             and (new.engine.device == "cpu" or self._has_room_for(new.schedule))
+            and (not _has_workers(new) or new.deadline_seconds <= self._built_for.deadline_seconds)
         )
 
     def _has_room_for(self, schedule: Schedule) -> bool:
         """Whether GPUs keep tokens of as many batches, and have captured decode iterations of as many sequences."""
         from exeplan.scheduling.largest_passes import captured_rows
 
-        same = schedule.num_micro_batches == self._built_for.num_micro_batches
-        return same and captured_rows(schedule) <= captured_rows(self._built_for)
+        built_for = self._built_for.schedule
+        same = schedule.num_micro_batches == built_for.num_micro_batches
+        return same and captured_rows(schedule) <= captured_rows(built_for)
 
     def _prepare(self, command: SwitchPlan) -> None:
         executor, reason = None, ""
@@ -132,7 +135,7 @@ class PlanSwitcher:
     def _restore(self) -> "Executor":
         """The executor of the plan that is running."""
         executor = self._build(self._setup)
-        self._built_for = self._setup.schedule
+        self._built_for = self._setup
         return executor
 
     def _finish(self, built: ExecutorBuilt, outputs: "list[Output]") -> PlanSwitched:
@@ -163,7 +166,7 @@ class PlanSwitcher:
         outputs += switched.outputs
         self._setup = setup
         if executor:
-            self._built_for = setup.schedule
+            self._built_for = setup
         return PlanSwitched(
             number=command.number,
             num_blocks=self._engine.num_blocks,
@@ -187,3 +190,8 @@ class PlanSwitcher:
 
 def _num_devices(setup: EngineSetup) -> int:
     return sum(stage.tensor_parallel_size for stage in setup.placement)
+
+
+def _has_workers(setup: EngineSetup) -> bool:
+    """Whether a process of its own runs each device, which is given up after the deadline that it was started with."""
+    return _num_devices(setup) > 1 or setup.ray is not None

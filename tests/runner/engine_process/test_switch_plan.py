@@ -25,7 +25,7 @@ from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor, WorkerError
 from exeplan.runner.engine_process.build import build_engine, build_executor, engine_setup
 from exeplan.runner.engine_process.switch_plan import ExecutorBuilt, PlanSwitcher
-from exeplan.runner.ipc.messages import EngineSetup, PlanRefused, PlanSwitched, SwitchPlan
+from exeplan.runner.ipc.messages import EngineSetup, PlanRefused, PlanSwitched, RaySetup, SwitchPlan
 
 from ..processes import eventually
 
@@ -245,6 +245,29 @@ def test_gpus_start_anew_for_more_micro_batches_or_more_sequences_than_they_were
         setup = gpu_setup(schedule(rows, micro_batches), PIPELINE)
         assert isinstance(switcher.take(SwitchPlan(number=number, setup=setup), []), PlanSwitched)
     assert built == [schedule(16, 2), schedule(12, 4), schedule(24, 4), schedule(2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("placement", "ray", "has_workers"),
+    [(PIPELINE, None, True), (ONE, RaySetup(address="auto", replica=0), True), (ONE, None, False)],
+)
+def test_workers_start_anew_for_batches_that_may_take_longer_than_they_were_started_for(
+    placement, ray, has_workers, runner
+):
+    """They and their links are given up after the deadline that they know."""
+    built: list[float] = []
+
+    def build(setup: EngineSetup) -> InProcessExecutor:
+        built.append(setup.deadline_seconds)
+        return InProcessExecutor(runner)
+
+    first = replace(gpu_setup(ON_ONE[1], placement), deadline_seconds=5.0, ray=ray)
+    engine = Engine(InProcessExecutor(runner), first.schedule, num_blocks=BLOCKS)
+    switcher = PlanSwitcher(engine, first, build=build, put=lambda built: None)
+    for number, seconds in enumerate([5.0, 40.0, 10.0, 40.0, 50.0]):
+        setup = replace(first, deadline_seconds=seconds)
+        assert isinstance(switcher.take(SwitchPlan(number=number, setup=setup), []), PlanSwitched)
+    assert built == [40.0, 50.0] * has_workers
 
 
 @pytest.mark.parametrize("restored", [True, False])

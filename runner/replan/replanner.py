@@ -298,16 +298,17 @@ class Replanner:
                 await self._tell_adopted(untold)
             if self._advisor is None:
                 return
-        active, left = self.state.plan, list(self._left)
-        self._left.clear()
+        active, vetoed = self.state.plan, self._vetoed
         blocks = self._num_blocks(active)
-        look = Look(now=self._now, left=left, running=stats.running, vetoed=self._vetoed, num_blocks=blocks)
+        look = Look(now=self._now, left=[*self._left], running=stats.running, vetoed=vetoed, num_blocks=blocks)
         self._vetoed = False
         try:
             reply = await self._advisor.ask(look)
-        except (TimeoutError, EOFError, ConnectionError) as error:
+        except (TimeoutError, EOFError, ConnectionError) as error:  # The next one is told the same.
+            self._vetoed |= vetoed
             await self._end_advisor()
             raise OSError(f"the advisor did not answer ({type(error).__name__}); it is restarted") from None
+        self._left.clear()
         if isinstance(reply, AdvisorRefused):
             raise OSError(f"the advisor did not look: {reply.message}")
         assert isinstance(reply, Looked)
@@ -330,6 +331,7 @@ class Replanner:
             await self._take_proposal(looked.proposal)
 
     async def _start_advisor(self) -> "AdvisorProcess":
+        """Raises InputError where the files of the plan cannot be read, OSError where the process ended before that."""
         request = WatchPlan(
             plan=as_json(self.state.plan),
             rules=self.rules,
@@ -337,7 +339,11 @@ class Replanner:
         )
         self._untold = None
         advisor = await AdvisorProcess.start()
-        reply = await advisor.ask(request)
+        try:
+            reply = await advisor.ask(request)
+        except (TimeoutError, EOFError, ConnectionError) as error:
+            await advisor.close()
+            raise OSError(f"the advisor did not start ({type(error).__name__}); it is started again") from None
         if isinstance(reply, AdvisorRefused):
             await advisor.close()
             raise InputError(f"nothing is watched: {reply.message}")

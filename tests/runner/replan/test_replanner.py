@@ -27,6 +27,7 @@ from exeplan.runner.ipc.messages import (
     AdvisorReply,
     AdvisorRequest,
     EngineSetup,
+    Look,
     Looked,
     Prompt,
     Sampling,
@@ -262,6 +263,32 @@ def test_a_plan_that_is_adopted_while_the_advisor_starts_is_the_one_that_it_watc
         assert replanner._untold is None  # It has been told: an error of the plan's files ends the watch from here on.
 
     serving(first, wait, pause=0.2, mode="advise")
+
+
+def test_an_advisor_that_ends_while_it_starts_or_looks_is_followed_by_one_that_is_told_the_same(
+    plan, monkeypatch, caplog
+):
+    ask, ended, looks = AdvisorProcess.ask, set(), []
+
+    async def wait(client: EngineClient, replanner: Replanner) -> None:
+        async def end_once(advisor: AdvisorProcess, request: AdvisorRequest) -> AdvisorReply:
+            looks.extend([request] if isinstance(request, Look) else [])
+            if type(request) not in ended:
+                ended.add(type(request))
+                await advisor.close()
+            return await ask(advisor, request)
+
+        monkeypatch.setattr(AdvisorProcess, "ask", end_once)
+        replanner._vetoed = True
+        await until(lambda: replanner.state.planned)
+
+    serving(plan, wait, pause=0.2, mode="advise")
+    assert ended == {WatchPlan, Look}
+    assert "the advisor did not start (IncompleteReadError)" in caplog.text
+    first, second = looks[:2]
+    assert second.left[: len(first.left)] == first.left
+    assert (first.vetoed, second.vetoed) == (True, True)
+    assert not any(look.vetoed for look in looks[2:])
 
 
 def test_a_plan_without_profile_or_workload_is_not_watched(plan):

@@ -71,13 +71,15 @@ class Replanner:
         file: Path | None = None,
         model: str | None = None,
         follow_devices: bool = True,
+        check: Callable[[Plan], None] = lambda plan: None,
         on_adopted: Callable[[Plan], None] = lambda plan: None,
         on_event: OnEvent = lambda kind, what: None,
     ) -> None:
         """`setup` makes the engine's setup of a plan of one replica; `file` is where plans of the advisor are written.
 
         `model` is where the model of a plan that is read lies, if not where the plan says. Without `follow_devices` a
-        replica that has lost devices waits for them.
+        replica that has lost devices waits for them. `check` raises InputError for a plan that the service cannot
+        follow; `on_adopted` is called where the engine runs another one.
         Raises InputError for an unknown mode.
         """
         if mode not in MODES:
@@ -85,7 +87,7 @@ class Replanner:
         self.state = ReplanState(mode=mode, plan=plan)
         self._engine, self._spec, self._setup = engine, spec, setup
         self.rules, self._file, self._model = rules or Rules(), file, model
-        self._on_adopted, self.on_event = on_adopted, on_event
+        self._may_follow, self._on_adopted, self.on_event = check, on_adopted, on_event
         self._advisor: AdvisorProcess | None = None
         self._untold: Plan | None = None
         """Adopted while the advisor was not there to be told."""
@@ -230,12 +232,14 @@ class Replanner:
         )
 
     async def carry_out(self, replanned: Replanned, switch: Callable[[], Awaitable[PlanSwitched]]) -> Replanned:
-        """Goes over to a plan by `switch`. Raises what that raises, and nothing has changed then."""
+        """Goes over to a plan by `switch`. Raises what that raises, and nothing has changed then; InputError before it
+        where the service cannot follow the plan."""
         async with self._adopting:
             try:
+                self._may_follow(replanned.plan)
                 switched = await switch()
             except (InputError, EngineError) as error:
-                self._set(veto=f"the engine refused it: {error}", proposed=None)
+                self._set(veto=f"it was refused: {error}", proposed=None)
                 log.warning("re-plan %d was not adopted: %s", replanned.number, error)
                 self.on_event("failed", str(error))
                 raise

@@ -25,14 +25,18 @@ class Admission:
         self.max_queue, self.refuse_late = max_queue, refuse_late
         self.adopt(plan)
 
-    def adopt(self, plan: Plan) -> None:
-        """Follows this plan from now on. Raises InputError where late requests are to be refused and it cannot tell."""
+    def check(self, plan: Plan) -> None:
+        """Raises InputError where late requests are to be refused and the plan cannot tell which these are."""
         bounds = bounds_of(plan)
-        estimate: Estimate | None = plan.replay or plan.estimate
-        if self.refuse_late and not (bounds and estimate):
+        if self.refuse_late and not (bounds and (plan.replay or plan.estimate)):
             lacks = "an estimate; `exeplan simulate` adds one" if bounds else "a bound; give `exeplan optimize` one"
             raise InputError(f"--admission refuse-late needs the plan's predictions, but the plan lacks {lacks}")
-        self._bounds, self._estimate = bounds, estimate
+
+    def adopt(self, plan: Plan) -> None:
+        """Follows this plan from now on. Raises as `check`."""
+        self.check(plan)
+        self._bounds = bounds_of(plan)
+        self._estimate: Estimate | None = plan.replay or plan.estimate
 
     def wait(self, num_waiting: int) -> float:
         """Seconds until a request that arrives now begins, as predicted; 0 for a plan without a throughput."""

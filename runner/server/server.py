@@ -105,6 +105,7 @@ def serve(
                 file=options.written_to,
                 model=options.model_dir,
                 follow_devices=limits is None,
+                check=admission.check,
                 on_adopted=service.switch_to,
             )
             front_ends = service.front_ends = _front_ends(service, keys, options) if options.front_ends > 1 else None

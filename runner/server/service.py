@@ -170,9 +170,12 @@ class Service:
                     await self._draining.wait()
 
     def switch_to(self, plan: Plan) -> None:
-        """The engine runs another plan: predictions, bounds and admission follow it from now on."""
-        self.plan = plan
+        """The engine runs another plan: predictions, bounds and admission follow it from now on.
+
+        Raises as `Admission.check`, and nothing follows it then.
+        """
         self.admission.adopt(plan)
+        self.plan = plan
         self.observed.adopt(plan)
         self.metrics.adopt(plan)
 

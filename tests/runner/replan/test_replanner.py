@@ -220,6 +220,22 @@ def test_a_plan_is_adopted_by_hand_as_a_whole_or_not_at_all(plan, tmp_path):
     assert [kind for kind, _ in events] == ["adopted", "failed", "adopted"]
 
 
+def test_a_plan_that_the_service_cannot_follow_is_refused_before_the_engine_runs_it(plan):
+    other = replace(plan, kv_cache_tokens=8192)
+
+    def check(given: Plan) -> None:
+        raise InputError("no estimate")
+
+    async def wait(client: EngineClient, replanner: Replanner) -> None:
+        before = client.num_blocks
+        with pytest.raises(InputError, match="no estimate"):
+            await replanner.adopt(other, source="request")
+        assert (client.num_blocks, replanner.state.plan, replanner.state.num_replans) == (before, plan, 0)
+        assert replanner.state.veto == "it was refused: no estimate"
+
+    assert serving(plan, wait, mode="off", check=check) == [("failed", "no estimate")]
+
+
 def test_a_plan_that_is_accepted_twice_is_adopted_once(plan):
     other = replace(plan, schedule=Schedule("orca", {"max_num_seqs": 4}))
 

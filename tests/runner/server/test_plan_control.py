@@ -22,7 +22,7 @@ KEY = "the key"
 def served(launch, tmp_path_factory):
     """A server whose plan file may be changed; `served.plan_file` is its path, `served.log` its log."""
     log = tmp_path_factory.mktemp("plans") / "log"
-    with launch(api_key=KEY, log=log, replan="off") as running:
+    with launch(api_key=KEY, log=log, replan="off", admission="refuse-late") as running:
         running.log = log
         yield running
 
@@ -74,6 +74,16 @@ def test_what_get_shows_can_be_changed_and_posted(served):
     assert reply.status == 200, reply.text
     assert json.loads(reply.text)["adopted"] is True
     assert shown(served)["schedule"]["prefill_batch"] == 3
+    assert served.complete({"prompt": "a", "max_tokens": 2}).status == 200
+
+
+def test_a_plan_that_cannot_tell_late_requests_is_refused_and_everything_follows_the_old_one(served):
+    before, plan, schedule = adopted(served), shown(served), shown(served)["schedule"]
+    del plan["estimate"]
+    plan["schedule"]["prefill_batch"] = 2
+    reply = served.call("/plan", plan)
+    assert (reply.status, "the plan lacks an estimate" in reply.error["message"]) == (400, True)
+    assert (adopted(served), shown(served)["schedule"]) == (before, schedule)
     assert served.complete({"prompt": "a", "max_tokens": 2}).status == 200
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from exeplan.core.models.model import ModelSpec
-from exeplan.core.plan import Plan, as_json, single_plans
+from exeplan.core.plan import Plan, as_json, single_plans, with_utilization
 from exeplan.core.schedule import Estimate
 from exeplan.drift.state import MODES, FewerDevices, Replanned, ReplanState, RequestLengths, Rules
 from exeplan.errors import InputError
@@ -70,6 +70,7 @@ class Replanner:
         rules: Rules | None = None,
         file: Path | None = None,
         model: str | None = None,
+        gpu_memory_utilization: float | None = None,
         follow_devices: bool = True,
         check: Callable[[Plan], None] = lambda plan: None,
         on_adopted: Callable[[Plan], None] = lambda plan: None,
@@ -77,9 +78,10 @@ class Replanner:
     ) -> None:
         """`setup` makes the engine's setup of a plan of one replica; `file` is where plans of the advisor are written.
 
-        `model` is where the model of a plan that is read lies, if not where the plan says. Without `follow_devices` a
-        replica that has lost devices waits for them. `check` raises InputError for a plan that the service cannot
-        follow; `on_adopted` is called where the engine runs another one.
+        `model` is where the model of a plan that is read lies, if not where the plan says, and `gpu_memory_utilization`
+        what each plan that is adopted gets in place of its own, as `plan` has it. Without `follow_devices` a replica
+        that has lost devices waits for them. `check` raises InputError for a plan that the service cannot follow;
+        `on_adopted` is called where the engine runs another one.
         Raises InputError for an unknown mode.
         """
         if mode not in MODES:
@@ -87,6 +89,7 @@ class Replanner:
         self.state = ReplanState(mode=mode, plan=plan)
         self._engine, self._spec, self._setup = engine, spec, setup
         self.rules, self._file, self._model = rules or Rules(), file, model
+        self._utilization = gpu_memory_utilization
         self._may_follow, self._on_adopted, self.on_event = check, on_adopted, on_event
         self._advisor: AdvisorProcess | None = None
         self._untold: Plan | None = None
@@ -124,6 +127,7 @@ class Replanner:
 
     async def adopt(self, plan: Plan, *, source: str, reason: str = "") -> Replanned:
         """Switches to another plan, as a whole. Raises InputError, and nothing has changed, where that fails."""
+        plan = with_utilization(plan, self._utilization)
         self._check(plan)
         described = self.describe(plan, source, reason, new=plan.replay or plan.estimate)
         replanned = await self.carry_out(described, partial(self._switch, plan))

@@ -127,7 +127,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_server(args: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit status."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It would end this process before the server handles it.
-    from exeplan.core.plan import with_utilization
     from exeplan.planner.load_problem import plan_model, read_plan
     from exeplan.progress import note
     from exeplan.runner.server.options import ServeOptions
@@ -163,10 +162,11 @@ def run_server(args: argparse.Namespace) -> int:
         replan_file=args.replan_file,
         metrics_aliases=args.metrics_aliases,
         watch_speed=args.watch_speed,
+        gpu_memory_utilization=args.gpu_memory_utilization,
         log_format=args.log_format,
         log_level=args.log_level,
     )
-    plan = with_utilization(read_plan(args.plan, model=args.model_dir), args.gpu_memory_utilization)
+    plan = read_plan(args.plan, model=args.model_dir)
     spec = plan_model(plan)
     note(spec.remarks)
     return serve(plan, spec, options)

@@ -67,6 +67,8 @@ class ServeOptions:
     """`vllm`: metrics that vLLM has too are shown under its names as well."""
     watch_speed: bool = False
     """Whether reference passes are repeated while the engine works."""
+    gpu_memory_utilization: float | None = None
+    """Share of each GPU's memory that may be used, in place of what the plan says, and each that is adopted later."""
     log_format: str = "text"
     log_level: str = "info"
 

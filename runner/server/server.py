@@ -16,7 +16,7 @@ from msgspec.structs import replace as with_fields
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.models.model import ModelSpec
-from exeplan.core.plan import Plan, as_json, single_plans
+from exeplan.core.plan import Plan, as_json, single_plans, with_utilization
 from exeplan.core.profile import ReferencePass, load_profile
 from exeplan.core.runs.machine_speed import why_none
 from exeplan.core.schedule import ROUTERS, num_devices
@@ -61,6 +61,7 @@ def serve(
     use, a model that cannot be loaded.
     """
     logs.configure(options.log_format, options.log_level)
+    plan = with_utilization(plan, options.gpu_memory_utilization)
     max_queue = options.max_queue or default_max_queue(plan)
     admission = Admission(plan, max_queue=max_queue, refuse_late=options.admission == "refuse-late")
     tokenizer = Tokenizer.load(spec)
@@ -104,6 +105,7 @@ def serve(
                 rules=Rules(dwell=options.replan_dwell_seconds),
                 file=options.written_to,
                 model=options.model_dir,
+                gpu_memory_utilization=options.gpu_memory_utilization,
                 follow_devices=limits is None,
                 check=admission.check,
                 on_adopted=service.switch_to,

@@ -13,7 +13,7 @@ import pytest
 
 from exeplan.core.bounds import Bound
 from exeplan.core.models.model import load_model_spec
-from exeplan.core.plan import Plan, single_plans
+from exeplan.core.plan import Plan, save_plan, single_plans, with_utilization
 from exeplan.core.profile import Profile, save_profile
 from exeplan.core.schedule import ReplicaGroup, Schedule, single_stage
 from exeplan.drift.state import Replanned, Rules
@@ -29,6 +29,7 @@ from exeplan.runner.ipc.messages import (
     EngineSetup,
     Look,
     Looked,
+    PlanSwitched,
     Prompt,
     Sampling,
     WatchPlan,
@@ -234,6 +235,32 @@ def test_a_plan_that_the_service_cannot_follow_is_refused_before_the_engine_runs
         assert replanner.state.veto == "it was refused: no estimate"
 
     assert serving(plan, wait, mode="off", check=check) == [("failed", "no estimate")]
+
+
+class Taking:
+    """An engine that takes every plan."""
+
+    def __init__(self) -> None:
+        self.setups: list[EngineSetup] = []
+
+    async def switch_plan(self, setup: EngineSetup) -> PlanSwitched:
+        self.setups.append(setup)
+        return PlanSwitched(number=1, num_blocks=1, request_tokens=1, seconds=0.0, num_recomputed=0, num_carried=0)
+
+
+def test_a_plan_that_is_read_again_or_given_has_the_memory_share_that_the_server_was_given(plan, tmp_path):
+    on_gpu, engine = replace(plan, device="cuda", dtype="float16", gpu_memory_utilization=0.8), Taking()
+    save_plan(on_gpu, tmp_path / "plan.yaml")
+    served = with_utilization(on_gpu, 0.5)
+    replanner = Replanner(engine, served, SPEC, setup=setup, mode="off", gpu_memory_utilization=0.5)
+
+    async def adopt() -> None:
+        await replanner.load(tmp_path / "plan.yaml")
+        await replanner.adopt(on_gpu, source="request")
+
+    asyncio.run(adopt())
+    assert [one.gpu_memory_utilization for one in engine.setups] == [0.5, 0.5]
+    assert replanner.state.plan == served
 
 
 def test_a_plan_that_is_accepted_twice_is_adopted_once(plan):

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, assert_never
 import msgspec
 from msgspec.structs import replace
 
-from exeplan.core.schedule import num_devices
 from exeplan.errors import InputError
 from exeplan.runner import logs
 from exeplan.runner.distributed.launcher import use_fork_server
@@ -194,9 +193,7 @@ def _serve(inbox: _Inbox, send: Callable[[EngineEvent], None]) -> NoReturn:
     send(EngineReady(num_blocks=engine.num_blocks, request_tokens=engine.request_tokens))
     heartbeat = min(HEARTBEAT_SECONDS, setup.deadline_seconds / 4)
     switcher = PlanSwitcher(engine, setup, build=build, put=inbox.put)
-    alone = setup.num_threads == 1 and num_devices(setup.placement) == 1 and setup.ray is None
-    speed = SpeedWatch(engine, setup.reference_passes, one_thread=alone)
-    _EngineLoop(engine, switcher, send, speed).run(inbox, heartbeat)
+    _EngineLoop(engine, switcher, send, SpeedWatch(engine, setup)).run(inbox, heartbeat)
 
 
 class _LoadingReporter:
@@ -261,7 +258,7 @@ class _EngineLoop:
                 return LengthStatsReport(number=command.number, now=stats.now, left=stats.left, running=stats.running)
             case SwitchPlan() | ExecutorBuilt():
                 answer = self._switcher.take(command, outputs)
-                self._speed.renew()
+                self._speed.renew(self._switcher.setup)
                 return answer
             case WorkersLost():
                 pass

@@ -4,10 +4,11 @@ Not here: what is done about it. The server shows it (`server/metrics.py`), `exe
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from exeplan.core.profile import ReferencePass
+from exeplan.core.schedule import num_devices
+from exeplan.runner.ipc.messages import EngineSetup
 
 if TYPE_CHECKING:
     from exeplan.runner.compute.reference_passes import RepeatedPasses
@@ -17,20 +18,22 @@ T = TypeVar("T")
 
 
 class SpeedWatch:
-    """Repeats the passes while the engine works; without any it does nothing."""
+    """Repeats the passes of a setup while the engine works; without any it does nothing."""
 
-    def __init__(self, engine: "Engine", passes: Sequence[ReferencePass], *, one_thread: bool) -> None:
-        """`one_thread`: the engine computes in the thread that calls this, so that its CPU clock tells what other
-        processes took; elsewhere the reference passes tell it."""
-        self._engine, self._passes, self._one_thread = engine, passes, one_thread
+    def __init__(self, engine: "Engine", setup: EngineSetup) -> None:
+        self._engine = engine
         self._reference: RepeatedPasses | None = None
         self._wall = self._cpu = 0.0
         """What iterations took since the last reference pass."""
-        self.renew()
+        self.renew(setup)
 
-    def renew(self) -> None:
-        """The engine may have another executor, which has to load what the passes need."""
-        self._reference = self._engine.reference_passes(self._passes)
+    def renew(self, setup: EngineSetup) -> None:
+        """The engine runs this setup, and may have another executor, which has to load what the passes need."""
+        alone = num_devices(setup.placement) == 1 and setup.ray is None
+        self._one_thread = alone and setup.num_threads == 1
+        """The engine computes in the thread that calls this, so that its CPU clock tells what other processes took;
+        elsewhere the reference passes tell it."""
+        self._reference = self._engine.reference_passes(setup.reference_passes)
 
     def timed(self, step: Callable[[], T]) -> T:
         """Runs an iteration."""

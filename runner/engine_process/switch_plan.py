@@ -65,6 +65,11 @@ class PlanSwitcher:
         self._kept = keep_weights(Path(directory) if directory else None)
         """What workers of later plans load from."""
 
+    @property
+    def setup(self) -> EngineSetup:
+        """That of the plan that is running."""
+        return self._setup
+
     def take(self, command: SwitchPlan | ExecutorBuilt, outputs: "list[Output]") -> PlanSwitched | PlanRefused | None:
         """Begins or finishes a switch. Adds to `outputs` what requests got meanwhile.
 
@@ -164,6 +169,8 @@ class PlanSwitcher:
             kv_dtype=self._kv_dtype(setup),
         )
         outputs += switched.outputs
+        if setup.num_threads != self._setup.num_threads:
+            _compute_with(setup.num_threads)
         self._setup = setup
         if executor:
             self._built_for = setup
@@ -186,6 +193,13 @@ class PlanSwitcher:
             for setup in (old, new)
         )
         return after[0] if before == after else None
+
+
+def _compute_with(num_threads: int) -> None:
+    """In the thread that calls this, which is to be the engine's: torch has a number for each."""
+    import torch
+
+    torch.set_num_threads(num_threads)
 
 
 def _num_devices(setup: EngineSetup) -> int:

@@ -9,8 +9,9 @@ Not here: several models; put a proxy in front.
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeAlias
 
 from msgspec.structs import replace as with_fields
 
@@ -71,7 +72,8 @@ def serve(
         log.warning("%s: prompts and outputs are token ids, and there are no chats", NO_TOKENIZER)
     if not options.ray and (sentence := _without_a_core(plan)):
         log.warning("%s", sentence)
-    passes = _reference_passes(plan, spec) if options.watch_speed else ()
+    passes_of = _reference_passes(spec) if options.watch_speed else _none
+    passes_of(plan)
     keys = ApiKeys(key=options.api_key, file=options.api_keys)
     host = options.host
     tls = Tls(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
@@ -80,7 +82,7 @@ def serve(
         url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
         async def run() -> int:
-            setup = partial(_setup, spec=spec, options=options, reference_passes=passes)
+            setup = partial(_setup, spec=spec, options=options, passes_of=passes_of)
             engine = _engine(plan, setup, limits)
             service = Service(
                 engine,
@@ -241,22 +243,36 @@ def _announce(line: str, options: ServeOptions) -> None:
         print(line, flush=True)
 
 
-def _reference_passes(plan: Plan, spec: ModelSpec) -> tuple[ReferencePass, ...]:
-    """Those of the plan's profile. Raises InputError where there are none, or none can be run."""
-    if reason := why_none(plan.device or "cpu"):
-        raise InputError(f"--watch-speed: {reason}")
-    if plan.profile is None:
-        raise InputError("--watch-speed compares the machine with the plan's profile, and the plan names none")
-    profile = profile_for(spec, load_profile(Path(plan.profile))).with_threads(plan.num_threads)
-    passes = profile.reference_passes
-    if not passes:
-        raise InputError(f"--watch-speed: {plan.profile} has no reference passes; make it with `exeplan profile`")
+PassesOf: TypeAlias = Callable[[Plan], tuple[ReferencePass, ...]]
+"""Reference passes of a plan's profile."""
+
+
+def _none(plan: Plan) -> tuple[ReferencePass, ...]:
+    return ()
+
+
+def _reference_passes(spec: ModelSpec) -> PassesOf:
+    """By the profile of each plan and its threads, read once. Raises InputError where there are none, or none can be
+    run."""
+
+    @cache
+    def read(profile: str, num_threads: int) -> tuple[ReferencePass, ...]:
+        found = profile_for(spec, load_profile(Path(profile))).with_threads(num_threads).reference_passes
+        if not found:
+            raise InputError(f"--watch-speed: {profile} has no reference passes; make it with `exeplan profile`")
+        return found
+
+    def passes(plan: Plan) -> tuple[ReferencePass, ...]:
+        if reason := why_none(plan.device or "cpu"):
+            raise InputError(f"--watch-speed: {reason}")
+        if plan.profile is None:
+            raise InputError("--watch-speed compares the machine with the plan's profile, and the plan names none")
+        return read(plan.profile, plan.num_threads)
+
     return passes
 
 
-def _setup(
-    plan: Plan, *, spec: ModelSpec, options: ServeOptions, reference_passes: tuple[ReferencePass, ...]
-) -> EngineSetup:
+def _setup(plan: Plan, *, spec: ModelSpec, options: ServeOptions, passes_of: PassesOf) -> EngineSetup:
     """The setup of the engine process for a plan, the first one or a later one."""
     return engine_setup(
         plan,
@@ -265,5 +281,5 @@ def _setup(
         timeline=options.timeline,
         deadline_seconds=options.deadline_seconds,
         ray=RaySetup(address=options.ray, replica=0) if options.ray else None,
-        reference_passes=reference_passes,
+        reference_passes=passes_of(plan),
     )

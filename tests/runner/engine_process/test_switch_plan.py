@@ -27,7 +27,7 @@ from exeplan.runner.engine_process.build import build_engine, build_executor, en
 from exeplan.runner.engine_process.switch_plan import ExecutorBuilt, PlanSwitcher
 from exeplan.runner.ipc.messages import EngineSetup, PlanRefused, PlanSwitched, RaySetup, SwitchPlan
 
-from ..processes import eventually
+from ..processes import PATIENCE, eventually
 
 VOCAB, BLOCKS = 300, 24
 ONE = (Stage(layers=(0, 3)),)
@@ -290,6 +290,28 @@ def test_a_plan_is_refused_where_its_workers_cannot_be_started_and_the_old_ones_
     refused = PlanRefused(number=1, message="its workers could not be started: no such device")
     assert answered == [refused] * restored
     assert finished == ["0"] * restored
+
+
+def test_an_engine_computes_with_the_threads_of_the_plan_that_runs(directory, runner):
+    before = torch.get_num_threads()
+    first = replace(plan_setup(directory, ONE, ON_ONE[1]), num_threads=before)
+    inbox: queue.SimpleQueue[ExecutorBuilt] = queue.SimpleQueue()
+
+    def build(setup: EngineSetup) -> InProcessExecutor:
+        if setup.num_threads == before + 2:
+            raise InputError("no room")
+        return InProcessExecutor(runner)
+
+    engine = Engine(InProcessExecutor(runner), first.schedule, num_blocks=BLOCKS)
+    switcher = PlanSwitcher(engine, first, build=build, put=inbox.put)
+    try:
+        for more, answer in ((1, PlanSwitched), (2, PlanRefused)):
+            setup = replace(first, num_threads=before + more)
+            assert switcher.take(SwitchPlan(number=more, setup=setup), []) is None
+            assert isinstance(switcher.take(inbox.get(timeout=PATIENCE), []), answer)
+            assert torch.get_num_threads() == switcher.setup.num_threads == before + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_layers_move_between_workers_and_policies_change_with_them(directory, expected):

@@ -40,6 +40,8 @@ class ClientSequence(SequenceState):
     client: str = ""
     client_weight: float = 1.0
     """The client's share of the engine, relative to others."""
+    may_begin_late: bool = False
+    """It is not dropped when its deadline passes: other sequences of the same answer have begun."""
 
 
 class ClientLines(SortedQueue):

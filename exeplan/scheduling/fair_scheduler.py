@@ -97,6 +97,9 @@ class FairScheduler(Scheduler):
         self._counters.join(_of_client(sequence), self._present())
         self.add_again(sequence)
 
+    def _dropped(self, due: list[SequenceState]) -> list[SequenceState]:
+        return [one for one in _of_clients(due) if not one.may_begin_late]
+
     def next_batch(self, phase: str = "") -> Batch | None:
         if self._counters.is_shared:
             self._counters.look(self._present(), self._clock())

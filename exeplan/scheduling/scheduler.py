@@ -143,9 +143,14 @@ class Scheduler:
             return []
         if self._by_deadline is None:
             self._by_deadline = SortedQueue("edf")
-        expired, self._next_deadline = self._by_deadline.due(self.waiting, latest)
+        due, self._next_deadline = self._by_deadline.due(self.waiting, latest)
+        expired = self._dropped(due)
         self._leave_queue(expired)
         return expired
+
+    def _dropped(self, due: list[SequenceState]) -> list[SequenceState]:
+        """Of the waiting sequences whose deadline has passed, those that leave."""
+        return due
 
     def _leave_queue(self, sequences: Iterable[SequenceState]) -> None:
         if followers := self._followers():

@@ -72,6 +72,7 @@ def _admitted(
         start=request.start,
         crashes=request.crashes,
         deadline=request.deadline,
+        may_begin_late=request.may_begin_late,
         weight=request.weight,
         client=request.client,
         client_weight=request.client_weight,

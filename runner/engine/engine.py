@@ -175,6 +175,12 @@ class Engine:
         self._drop(request)
         self._dismiss_kept()
 
+    def keep(self, request_ids: Iterable[str]) -> None:
+        """These do not expire any more; unknown ones are accepted."""
+        for request_id in request_ids:
+            if request := self._requests.get(request_id):
+                request.may_begin_late = True
+
     def step(self) -> list[Output]:
         """Starts all batches that can run, and waits for the next result.
 
@@ -244,7 +250,7 @@ class Engine:
         return due
 
     def _expire(self) -> list[Output]:
-        """Drops requests that have not started by their deadline."""
+        """Drops requests that have not started by their deadline, and may not start later."""
         outputs: list[Output] = []
         if not self._scheduler.has_deadlines:
             return outputs

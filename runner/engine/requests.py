@@ -23,7 +23,8 @@ cause."""
 class Request:
     """A prompt and how to continue it. `arrival` and `deadline` are in seconds on the engine's clock.
 
-    A request that has not started by its deadline expires; `weight` is its utility relative to requests of its length.
+    A request that has not started by its deadline expires, unless it `may_begin_late`; `weight` is its utility relative
+    to requests of its length.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     arrival: float = 0.0
     deadline: float | None = None
+    may_begin_late: bool = False
     weight: float = 1.0
     client: str = ""
     """Requests of one client share what is due to it; see `exeplan.scheduling.fair_queue`."""

@@ -98,7 +98,8 @@ class Job:
             for request_id, sequence in self._sequences.items()
             if request_id in self.open
         }
-        return replace(self.submission, resumed=resumed)
+        begun = any(sequence.start is not None for sequence in self._sequences.values())
+        return replace(self.submission, resumed=resumed, begun=begun)
 
     def note_begun(self, request_id: str, start: float) -> None:
         """Its first prefill begins in this engine."""

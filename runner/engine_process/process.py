@@ -216,6 +216,8 @@ class _OpenRequest:
     arrival: float
     streamed: bool
     held: list[Event] = field(default_factory=list)
+    expire_together: list[str] = field(default_factory=list)
+    """All sequences of a job with a deadline, until one of them begins; then the deadline is of the past for all."""
 
 
 class _EngineLoop:
@@ -226,7 +228,7 @@ class _EngineLoop:
     ) -> None:
         self._engine, self._switcher, self._send, self._speed = engine, switcher, send, speed
         self._requests: dict[str, _OpenRequest] = {}
-        engine.on_begin = lambda request_ids, start: send(Begun(request_ids=request_ids, start=start))
+        engine.on_begin = self._begin
 
     def run(self, inbox: _Inbox, heartbeat: float) -> NoReturn:
         while True:
@@ -288,8 +290,16 @@ class _EngineLoop:
             if internal := isinstance(error, AdmissionError):
                 log.exception("a request could not be admitted")
             return JobRefused(job=job.job, message=str(error), internal=internal)
-        self._requests.update((name, _OpenRequest(job.arrival, job.stream)) for name in added)
+        together = [] if all(prompt.deadline is None for prompt in job.prompts) else added
+        self._requests.update((name, _OpenRequest(job.arrival, job.stream, [], together)) for name in added)
         return None
+
+    def _begin(self, request_ids: Sequence[str], start: float) -> None:
+        self._send(Begun(request_ids=request_ids, start=start))
+        for request_id in request_ids:
+            if (request := self._requests.get(request_id)) and request.expire_together:
+                self._engine.keep(request.expire_together)
+                request.expire_together.clear()
 
     def _step(self) -> "list[Output]":
         """One step. If workers died, the engine restarts them and reports to the server that it is down meanwhile."""
@@ -355,6 +365,7 @@ def _requests(job: Submit) -> "Iterator[Request]":
                 sampling=sampling.with_choice(choice),
                 arrival=job.arrival,
                 deadline=None if prompt.deadline is None else job.arrival + prompt.deadline,
+                may_begin_late=job.begun,
                 weight=prompt.weight,
                 client=job.client,
                 client_weight=job.client_weight,

@@ -159,6 +159,8 @@ class Submit(Message, frozen=True):
     """When the front end submitted it, by the clock of both processes."""
     resumed: Mapping[str, Resumed] | None = None
     """Only these sequences of the job, by request id, as another engine has begun it; None for all from their start."""
+    begun: bool = False
+    """Whether any sequence of the job has begun there: the others have no deadline to begin by then."""
     client: str = ""
     client_weight: float = 1.0
     """The client's share of the engine, relative to others."""

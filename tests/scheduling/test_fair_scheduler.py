@@ -57,6 +57,23 @@ def run(scheduler: Scheduler) -> list[str]:
     return finish(scheduler, batch)
 
 
+@pytest.mark.parametrize("order", ["", "edf"])
+def test_a_sequence_that_may_begin_late_keeps_its_place_when_its_deadline_has_passed(order: str) -> None:
+    scheduler = fair(Schedule("orca", {"max_num_seqs": 1}, *[order] * bool(order)))
+    rows = [sequence(name, 4, 1) for name in "abc"]
+    for row, deadline in zip(rows, (1.0, 1.0, 5.0), strict=True):
+        row.deadline = deadline
+        scheduler.add(row)
+    rows[1].may_begin_late = True
+    for now in (2.0, 3.0):
+        assert scheduler.expire(now) == rows[:1] * (now == 2.0)
+        assert [*scheduler.waiting] == rows[1:]
+    assert scheduler.expire(6.0) == rows[2:]
+    batch = scheduler.next_batch()
+    assert batch
+    assert batch.prefill == (rows[1],)
+
+
 def names(rows: Sequence[object]) -> list[str]:
     return [getattr(row, "request_id", "") for row in rows]
 

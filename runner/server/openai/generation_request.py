@@ -7,7 +7,7 @@ has a minimum and a maximum.
 
 Two fields are exeplan's own: `deadline`, seconds after which the output is of no use, and `weight`, the value of the
 request relative to others of its length. A request that has not begun by its deadline costs nothing and is answered
-408 with the code `deadline_exceeded`; one that has begun is finished. The plan's `order` says how both
+408 with the code `deadline_exceeded`; one of which any sequence has begun is finished. The plan's `order` says how both
 change the queue.
 """
 

@@ -162,7 +162,6 @@ class Choice:
 
     index: int
     text: str = ""
-    num_tokens: int = 0
     logprobs: Scores = field(default_factory=Scores)
     """None of a stream, whose chunks have them."""
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -177,7 +176,6 @@ class Choice:
         self.first = self.first or event
         self.last = event
         self.text += event.text
-        self.num_tokens += len(event.token_ids)
         self.prompt = event.prompt or self.prompt
         self.finish_reason = event.finish_reason
 
@@ -195,6 +193,8 @@ class ResponseBuilder(ABC):
         self._prompts = [prompt for prompt in request.prompts for _ in range(request.n)]
         self.choices = [Choice(index) for index in range(len(self._prompts))]
         self._num_prompt_tokens = sum(map(len, request.prompts))
+        self._num_completion_tokens, self._num_open = 0, len(self.choices)
+        """Kept while events come: a stream asks at each of them, whatever the number of choices."""
         self._head: Head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def take(self, event: Event) -> tuple[Choice, Event]:
@@ -204,6 +204,8 @@ class ResponseBuilder(ABC):
             event = replace(event, token_ids=(), text="", logprobs=(), finish_reason=reason)
         choice = self.choices[int(event.request_id.rpartition("-")[2])]
         choice.take(event)
+        self._num_completion_tokens += len(event.token_ids)
+        self._num_open -= event.finish_reason is not None
         if not self._request.stream:
             choice.logprobs.extend(event.logprobs)
             if self._gives_ids:
@@ -212,12 +214,10 @@ class ResponseBuilder(ABC):
 
     @property
     def finished(self) -> bool:
-        choices = self.choices
-        return bool(choices[0].finish_reason) and all(choice.finish_reason for choice in choices)
+        return self._num_open == 0
 
     def usage(self) -> Usage:
-        completion = sum(choice.num_tokens for choice in self.choices)
-        prompt = self._num_prompt_tokens
+        prompt, completion = self._num_prompt_tokens, self._num_completion_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def timing(self) -> Timing:

@@ -2,8 +2,15 @@
 
 import json
 import socket
+from dataclasses import asdict
 
 import pytest
+
+from exeplan.runner.compute.tokens.sampling import SamplingParams
+from exeplan.runner.engine.tokenizer import ByteCodec, Tokenizer
+from exeplan.runner.ipc.messages import Event, Generate, Sampling
+from exeplan.runner.server.openai.responses import ChatBuilder, CompletionBuilder
+from exeplan.runner.server.openai.text_offsets import TokenTexts
 
 from ..processes import PATIENCE
 from .conftest import Running
@@ -41,6 +48,40 @@ def _without_framing(body: bytes) -> bytes:
             assert not body
             return whole
         whole += part
+
+
+class Choices(list):
+    """Counts how many of them are looked at one after the other."""
+
+    looks = 0
+
+    def __iter__(self):
+        for choice in super().__iter__():
+            self.looks += 1
+            yield choice
+
+
+@pytest.mark.parametrize("builder", [CompletionBuilder, ChatBuilder])
+def test_usage_in_each_chunk_takes_the_same_work_however_many_choices_there_are(builder):
+    num_choices, num_tokens = 100, 5
+    sampling = Sampling(**asdict(SamplingParams()))
+    asked = {"echoes": [], "prompt_logprobs": None, "scores_only": False, "deadline": None, "weight": 1.0}
+    asked |= {"stream": True, "usage": True, "usage_in_each_chunk": True}
+    request = Generate(chat=builder is ChatBuilder, prompts=[[1, 2]], sampling=sampling, n=num_choices, **asked)
+    built = builder(TokenTexts(Tokenizer(ByteCodec())), request, model="demo")
+    built.choices = choices = Choices(built.choices)
+    times = {"arrival": 0.0, "start": 0.0, "time": 1.0, "num_prompt_tokens": 2}
+    for number in range(1, num_tokens + 1):
+        for index in range(num_choices):
+            assert not built.finished
+            reason = "length" if number == num_tokens else None
+            first = number == 1
+            event = Event(request_id=f"1-{index}", token_ids=[97], text="a", finish_reason=reason, first=first, **times)
+            built.chunk(*built.take(event))
+            tokens = (number - 1) * num_choices + index + 1
+            assert built.usage() == {"prompt_tokens": 2, "completion_tokens": tokens, "total_tokens": 2 + tokens}
+    assert built.finished
+    assert choices.looks == 0
 
 
 @pytest.fixture(scope="module")

@@ -148,6 +148,7 @@ class Engine:
 
     @property
     def num_preemptions(self) -> int:
+        """Since the beginning."""
         return self._scheduler.num_preemptions
 
     def add(self, request: Request) -> None:
@@ -269,6 +270,7 @@ class Engine:
         """
         self._executor.restart()
         before, self._scheduler = self._scheduler, self._same_scheduler()
+        self._scheduler.num_preemptions = before.num_preemptions
         self._begun.clear()
         self._uncounted.clear()
         self._queued.clear()

@@ -320,7 +320,7 @@ class EngineClient:
         else:
             job.leave()
         lost = [event for event in job.lost(time.perf_counter()) if self._deliver(event)]
-        self.on_step(lost, self.stats)
+        self.on_step(lost, self.stats.after())
         self.release(job)
         other._take_over(job)
 
@@ -497,7 +497,7 @@ class EngineClient:
         for job in self._jobs.values():
             job.count_crash(adding=adding)
             lost += job.lost(time.perf_counter())
-        self.on_step([event for event in lost if self._deliver(event)], self.stats)
+        self.on_step([event for event in lost if self._deliver(event)], self.stats.after())
 
     def _resume(self) -> None:
         """The engine gets everything that it must know to go on where the one before has ended."""

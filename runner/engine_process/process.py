@@ -228,6 +228,7 @@ class _EngineLoop:
     ) -> None:
         self._engine, self._switcher, self._send, self._speed = engine, switcher, send, speed
         self._requests: dict[str, _OpenRequest] = {}
+        self._preemptions_told = engine.num_preemptions
         engine.on_begin = self._begin
 
     def run(self, inbox: _Inbox, heartbeat: float) -> NoReturn:
@@ -244,7 +245,9 @@ class _EngineLoop:
             # A request that got tokens during a switch of plans may have been aborted since.
             due = [output for output in outputs if output.request_id in self._requests]
             events = [event for output in due if (event := self._due(output))]
-            self._send(IterationDone(events=events, stats=_stats(self._engine, **self._speed.look())))
+            stats = _stats(self._engine, self._preemptions_told, **self._speed.look())
+            self._preemptions_told += stats.num_preemptions
+            self._send(IterationDone(events=events, stats=stats))
 
     def _take(self, command: Command, outputs: "list[Output]") -> EngineEvent | None:
         """Carries a command out. Returns the answer, if there is one now."""
@@ -391,14 +394,14 @@ def _event(output: "Output", arrival: float) -> Event:
     )
 
 
-def _stats(engine: "Engine", **speed: float) -> Stats:
+def _stats(engine: "Engine", preemptions_told: int, **speed: float) -> Stats:
     """After a step: several batches of a pipeline may have ended in it, or none. `speed` is of `SpeedWatch.look`."""
     return Stats(
         num_waiting=engine.num_waiting,
         num_running=engine.num_running,
         free_blocks=engine.free_blocks,
         num_blocks=engine.num_blocks,
-        num_preemptions=engine.num_preemptions,
+        num_preemptions=engine.num_preemptions - preemptions_told,
         iteration_tokens=sum(step.num_new_tokens for step in engine.last_steps),
         num_prefill=sum(step.num_prefill for step in engine.last_steps),
         num_decode=sum(step.num_decode for step in engine.last_steps),

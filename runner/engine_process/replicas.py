@@ -315,18 +315,18 @@ class ReplicaSet:
 
     @property
     def stats(self) -> Stats:
-        """The sums over all replicas; of what an iteration ran, 0."""
+        """The sums over all replicas; of what an iteration brought, 0."""
         return self._summed(Stats())
 
     def _summed(self, ran: Stats) -> Stats:
-        """With what the iteration of one ran: for every iteration, so the fields are written out."""
+        """With what the iteration of one brought: for every iteration, so the fields are written out."""
         every = [replica.client.stats for replica in self._replicas]
         return Stats(
             num_waiting=sum([stats.num_waiting for stats in every]),
             num_running=sum([stats.num_running for stats in every]),
             free_blocks=sum([stats.free_blocks for stats in every]),
             num_blocks=sum([stats.num_blocks for stats in every]),
-            num_preemptions=sum([stats.num_preemptions for stats in every]),
+            num_preemptions=ran.num_preemptions,
             iteration_tokens=ran.iteration_tokens,
             num_prefill=ran.num_prefill,
             num_decode=ran.num_decode,

@@ -279,14 +279,15 @@ class Event(Record, frozen=True):
 
 
 class Stats(Record, frozen=True):
-    """The engine after an iteration, and what that ran: `iteration_tokens` and both counts are 0 where nothing ran, and
-    `slowness` where no reference pass came after it."""
+    """The engine after an iteration, and what that brought, which counts once: `iteration_tokens` and both counts are
+    0 where nothing ran, and `slowness` where no reference pass came after it."""
 
     num_waiting: int = 0
     num_running: int = 0
     free_blocks: int = 0
     num_blocks: int = 0
     num_preemptions: int = 0
+    """Since the report before, of this engine."""
     iteration_tokens: int = 0
     num_prefill: int = 0
     num_decode: int = 0
@@ -294,6 +295,15 @@ class Stats(Record, frozen=True):
     """How many times as long passes take as while the profile was measured, other processes on the cores included."""
     reference_seconds: float = 0.0
     """What the reference passes took that tell it."""
+
+    def after(self) -> "Stats":
+        """The same engine without what the iteration brought."""
+        return Stats(
+            num_waiting=self.num_waiting,
+            num_running=self.num_running,
+            free_blocks=self.free_blocks,
+            num_blocks=self.num_blocks,
+        )
 
 
 class IterationDone(Message, frozen=True):

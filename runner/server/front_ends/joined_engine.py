@@ -217,8 +217,8 @@ class JoinedEngine:
                 assert_never(message)
 
     def _take_state(self, state: ServiceState) -> None:
-        # What an iteration ran is told to the owner's metrics alone.
-        self._known = replace(state, stats=replace(state.stats, iteration_tokens=0, slowness=0.0))
+        # What an iteration brought is told to the owner's metrics alone.
+        self._known = replace(state, stats=state.stats.after())
         if state.draining:
             self.on_drain()
         if not state.unready:

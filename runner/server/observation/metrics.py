@@ -138,6 +138,7 @@ class ServeMetrics(Collector):
         self.rejected = Counter(dict.fromkeys(REJECTIONS, 0))
         self._slowness = Histogram(())
         self._reference_seconds = 0.0
+        self._num_preemptions = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self.registry = CollectorRegistry(auto_describe=False)
@@ -155,6 +156,7 @@ class ServeMetrics(Collector):
 
     def step(self, events: Sequence[Event], stats: Stats) -> None:
         self.observed.step(stats)
+        self._num_preemptions += stats.num_preemptions
         if stats.iteration_tokens:
             self._histograms["iteration_tokens_total"].add(stats.iteration_tokens)
         if stats.slowness:
@@ -243,7 +245,7 @@ class ServeMetrics(Collector):
         yield self._gauge("num_requests_running", "Sequences that run", stats.num_running)
         yield self._gauge("num_requests_waiting", "Sequences that wait for their prefill", num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", used)
-        yield self._counter("num_preemptions_total", "Preemptions", stats.num_preemptions)
+        yield self._counter("num_preemptions_total", "Preemptions", self._num_preemptions)
         yield self._counter("prompt_tokens_total", "Prompt tokens of requests that have begun", self._num_prompt_tokens)
         yield self._counter("generation_tokens_total", "Output tokens", self._num_generated_tokens)
         yield self._counters("request_success_total", "Sequences that ended", "finished_reason", self.finished)

@@ -191,6 +191,23 @@ def test_preemption_changes_no_token_and_repeats_none(runner):
     assert engine.free_blocks == 12
 
 
+def test_preemptions_are_counted_on_when_workers_start_again(runner):
+    class Restarted(InProcessExecutor):
+        def restart(self) -> None:
+            self.runner.use_blocks(self.runner.cache.num_blocks)
+
+    engine = Engine(Restarted(runner), SCHEDULES["rra"], num_blocks=12)
+    for index, prompt in enumerate(prompts(6)):
+        engine.add(request(str(index), prompt, greedy(max_tokens=60)))
+    while not engine.num_preemptions:
+        engine.step()
+    before = engine.num_preemptions
+    engine.restart()
+    assert engine.num_preemptions == before
+    drain(engine)
+    assert engine.num_preemptions > before
+
+
 def test_static_batches_deliver_at_once_and_leave_together(runner):
     engine = Engine(InProcessExecutor(runner), SCHEDULES["static"], num_blocks=64)
     for index, length in enumerate([2, 5]):

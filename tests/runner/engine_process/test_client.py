@@ -21,7 +21,7 @@ from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.engine_process.link import _IMPORTED
 from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.fork_server import ForkServer
-from exeplan.runner.ipc.messages import EngineSetup, Event, Prompt, Sampling, Stats
+from exeplan.runner.ipc.messages import EngineSetup, Event, IterationDone, Prompt, Sampling, Stats
 
 from ..processes import PATIENCE, is_alive
 
@@ -133,6 +133,27 @@ def test_a_watched_engine_says_how_slow_the_machine_is_while_it_works_and_answer
     told = [stats for stats in watched if stats.slowness]
     assert told
     assert all(stats.slowness > 1 and stats.reference_seconds > 0 for stats in told)
+
+
+def test_what_an_iteration_brought_is_told_once_though_its_engine_ends_or_another_reports() -> None:
+    """A counter that sums it would fall, or jump, otherwise."""
+    ran = [Stats(num_running=1, num_preemptions=number, iteration_tokens=7) for number in (2, 3)]
+    told: list[tuple[int, int, int]] = []
+
+    def note(events: Sequence[Event], stats: Stats) -> None:
+        told.append((stats.num_preemptions, stats.iteration_tokens, stats.num_running))
+
+    async def run() -> None:
+        engines = ReplicaSet([setup()] * 2, "round-robin")
+        engines.on_step = note
+        for client, stats in zip(engines._clients, ran, strict=True):
+            client._take(IterationDone(events=[], stats=stats))
+        engines._clients[0]._count_crash()
+        assert engines.stats.num_preemptions == 0
+        await engines.close()
+
+    asyncio.run(run())
+    assert told == [(2, 7, 1), (3, 7, 2), (0, 0, 2)]
 
 
 def test_jobs_of_a_replica_that_has_failed_go_on_on_the_others_until_none_is_left(monkeypatch) -> None:

@@ -144,11 +144,18 @@ def test_a_sequence_without_a_token_has_no_latencies(engine, reason):
 
 
 def test_gauges_show_the_engine_and_the_bound(engine):
-    engine.stats = Stats(num_running=2, num_blocks=10, free_blocks=4, num_preemptions=1)
+    engine.stats = Stats(num_running=2, num_blocks=10, free_blocks=4)
     found = engine.values()
     assert found["kv_cache_usage_perc"] == pytest.approx(0.6)
     assert (found["num_requests_running"], found["num_requests_waiting"]) == (2, 3)
-    assert (found["num_preemptions_total"], found["plan_latency_bound_seconds"]) == (1, 2.0)
+    assert found["plan_latency_bound_seconds"] == 2.0
+
+
+def test_preemptions_are_summed_over_reports_whichever_engine_they_are_from(engine):
+    for number in (2, 0, 3):
+        engine.metrics.step([], Stats(num_preemptions=number))
+    engine.stats = Stats()  # That of an engine that has just begun.
+    assert engine.values()["num_preemptions_total"] == 5
 
 
 def test_every_name_has_help_and_type_from_the_start_and_counters_their_zeros(engine):

@@ -26,7 +26,7 @@ from exeplan.runner.server.network.request_log import note
 from exeplan.runner.server.network.streamed_body import streamed_body
 from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.openai.responses import ChatChunk, CompletionChunk, ResponseBuilder
-from exeplan.runner.server.service import Service
+from exeplan.runner.server.service import RETRY_LOADING, Service
 
 Rendered = TypeVar("Rendered")
 _PART_BYTES = 1 << 18
@@ -161,13 +161,15 @@ _json = msgspec.json.Encoder().encode
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """As a response says what a job has ended with."""
+    """As a response says what a job, or a question to the engine, has ended with."""
     if isinstance(error, RequestError):
         return error
     message = shorten(str(error), 500, placeholder=" ...")
-    if isinstance(error, EngineError):
-        return RequestError(message, status=error.status, code=error.code)
-    return RequestError(message)
+    if not isinstance(error, EngineError):
+        return RequestError(message)
+    if error.status == 503:  # Another engine or server may answer in a while.
+        return RequestError(message, status=503, code=error.code or "unavailable", retry_after=RETRY_LOADING)
+    return RequestError(message, status=error.status, code=error.code)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -53,7 +53,7 @@ from exeplan.runner.server.openai.text_offsets import TokenTexts
 from exeplan.runner.server.scaler import Scaler
 
 RETRY_LOADING = 5
-"""Retry-After, in seconds, while workers load."""
+"""Retry-After, in seconds, while workers load, and where an engine or the server has ended."""
 
 
 class OtherFrontEnds(Protocol):

@@ -17,6 +17,7 @@ from exeplan.planner.load_problem import plan_from
 from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.ipc.front_end_messages import FrontEndState, PlanRuns
 from exeplan.runner.server.front_ends.joined_engine import JoinedEngine
+from exeplan.runner.server.generation import as_request_error
 from exeplan.runner.server.network.clients import Client, client_in
 from exeplan.runner.server.network.connection import error_response, read_body
 from exeplan.runner.server.openai.errors import RequestError
@@ -74,7 +75,7 @@ class OfOwner:
             async with asyncio.timeout(_ASK_SECONDS):
                 answer = await self._engine.ask(request.method, request.url.path, body, client.identity)
         except EngineError as error:
-            raise RequestError(str(error), status=503, code="unavailable") from None
+            raise as_request_error(error) from None
         except TimeoutError:
             raise RequestError("the host of the replicas did not answer in time", status=504, code="timeout") from None
         response = Response(answer.body, status_code=answer.status)

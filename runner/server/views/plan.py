@@ -11,10 +11,10 @@ from exeplan.drift import state as drift_state
 from exeplan.errors import InputError
 from exeplan.planner.reports.tables import json_line
 from exeplan.runner.engine_process.job import EngineError
+from exeplan.runner.server.generation import as_request_error
 from exeplan.runner.server.network.clients import check_admin
 from exeplan.runner.server.network.connection import read_body
 from exeplan.runner.server.observation.predicted import predicted_and_observed
-from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.plan_control import Acceptance, Adopted, Veto, Vetoed, control
 from exeplan.runner.server.views.interface import Served, declared, failures, reads
 
@@ -45,9 +45,5 @@ async def change_plan(request: Request, service: Served) -> Response:
         return JSONResponse(await control(service, await read_body(request)))
     except ClientDisconnect:
         return Response()
-    except RequestError:
-        raise
-    except InputError as error:
-        raise RequestError(str(error)[:500]) from None
-    except EngineError as error:
-        raise RequestError(str(error), status=error.status, code="unavailable") from None
+    except (InputError, EngineError) as error:
+        raise as_request_error(error) from None

@@ -202,7 +202,8 @@ def test_a_signal_finishes_what_runs_and_refuses_what_comes(number, launch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("signals", [1, 2])
 def test_drain_timeout_or_a_second_signal_ends_what_runs_with_an_error(signals, number, launch):
-    with launch(drain_seconds=0.3 if signals == 1 else 60) as server, streaming(server) as response:
+    drain = 0.3 if signals == 1 else 60
+    with launch(drain_seconds=drain) as server, request(server) as whole, streaming(server) as response:
         for _ in range(signals - 1):
             server.process.send_signal(number)
             eventually(lambda: server.call("/ready").status == 503)  # Two at once would count as one.
@@ -210,6 +211,9 @@ def test_drain_timeout_or_a_second_signal_ends_what_runs_with_an_error(signals, 
         *_, last, done = response.read().decode().strip().split("\n\n")
         assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server has shut down"
         assert done == "data: [DONE]"
+        with whole.getresponse() as refused:
+            assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+            assert json.load(refused)["error"]["code"] == "unavailable"
         assert server.process.wait(PATIENCE) == 0
 
 

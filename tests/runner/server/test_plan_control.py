@@ -8,9 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from starlette.requests import Request
 
 from exeplan.runner.engine_process.job import EngineError
+from exeplan.runner.server.network.clients import Client
+from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.plan_control import reload
+from exeplan.runner.server.views.plan import change_plan
 
 from ..processes import eventually
 from .test_lifecycle import streaming
@@ -65,6 +69,22 @@ def test_a_signal_while_the_engine_is_gone_leaves_a_line_in_the_log(caplog):
 
     asyncio.run(reload(SimpleNamespace(replanner=Gone(), plan_file=Path("plan.yaml"))))
     assert "the plan was not loaded: the engine is gone" in caplog.text
+
+
+def test_a_plan_that_is_posted_while_the_engine_is_gone_may_be_sent_again():
+    class Gone:
+        async def load(self, path, *, source):
+            raise EngineError("the engine is gone")
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    app = SimpleNamespace(state=SimpleNamespace(has_key=True))
+    scope = {"type": "http", "headers": [], "app": app, "state": {"client": Client(admin=True)}}
+    service = SimpleNamespace(check_loaded=lambda: None, replanner=Gone(), plan_file=Path("plan.yaml"))
+    with pytest.raises(RequestError, match="the engine is gone") as error:
+        asyncio.run(change_plan(Request(scope, receive), service))
+    assert (error.value.status, error.value.code, error.value.retry_after) == (503, "unavailable", 5)
 
 
 def test_what_get_shows_can_be_changed_and_posted(served):

@@ -87,6 +87,8 @@ class Replanner:
         if mode not in MODES:
             raise InputError(f"--replan must be one of {', '.join(MODES)}, found '{mode}'")
         self.state = ReplanState(mode=mode, plan=plan)
+        self._in_file = plan
+        """What the server's plan file said when it was last adopted."""
         self._engine, self._spec, self._setup = engine, spec, setup
         self.rules, self._file, self._model = rules or Rules(), file, model
         self._utilization = gpu_memory_utilization
@@ -121,9 +123,25 @@ class Replanner:
         await self._devices.close()
         await self._end_advisor()
 
-    async def load(self, path: Path, *, source: str = "signal") -> Replanned:
-        """Reads a plan and adopts it. Raises InputError, and nothing has changed, where that fails."""
-        return await self.adopt(read_plan(path, model=self._model), source=source, reason=f"{path} was loaded")
+    async def load(self, path: Path, *, source: str) -> Replanned:
+        """Reads the server's plan again and adopts it. Raises InputError, and nothing has changed, where that fails."""
+        return await self._adopt_file(read_plan(path, model=self._model), path, source)
+
+    async def load_changed(self, path: Path, *, source: str) -> Replanned | None:
+        """Reads the server's plan again, and adopts it where the file says something else than when it was last
+        adopted. None where it does not: a plan that has taken its place since then is to stay. Raises as `load`."""
+        plan = read_plan(path, model=self._model)
+        if with_utilization(plan, self._utilization) != self._in_file:
+            return await self._adopt_file(plan, path, source)
+        log.info("%s has not changed, so the active plan stays; POST /plan without a body adopts it all the same", path)
+        if self._watching is None or self._watching.done():  # It may have ended for files that are there now.
+            self.start()
+        return None
+
+    async def _adopt_file(self, plan: Plan, path: Path, source: str) -> Replanned:
+        replanned = await self.adopt(plan, source=source, reason=f"{path} was loaded")
+        self._in_file = replanned.plan
+        return replanned
 
     async def adopt(self, plan: Plan, *, source: str, reason: str = "") -> Replanned:
         """Switches to another plan, as a whole. Raises InputError, and nothing has changed, where that fails."""

@@ -54,9 +54,9 @@ class ServeOptions:
     replicas: tuple[int, int] | None = None
     """The fewest and the most replicas, between which their number follows the load; None for those of the plan."""
     plan_file: Path | None = None
+    """The plan's file, which SIGHUP reads again."""
     model_dir: str | None = None
     """Where the model of `plan_file` is, if not where it says."""
-    """The plan's file, which SIGHUP reads again."""
     replan: str = "advise"
     """`off`, `advise` (propose better plans) or `auto` (adopt them)."""
     replan_dwell_seconds: float = 60.0

@@ -1,4 +1,5 @@
-"""Changes the plan of a running server: from its file (SIGHUP, or an empty `POST /plan`) or from a request's body.
+"""Changes the plan of a running server: from its file (SIGHUP where it has changed, or an empty `POST /plan`) or from a
+request's body.
 
 `POST /plan` needs a server with a key. Its body is empty, a plan as `GET /plan` shows it, `{"accept": true}` for the
 proposed plan, or `{"veto": "why"}` against it. A plan from the network may not name files: it keeps those of the active
@@ -19,6 +20,7 @@ from exeplan.drift.state import Replanned
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from
 from exeplan.runner.engine_process.job import EngineError
+from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.openai.check import Model, check
 from exeplan.runner.server.openai.errors import RequestError
 from exeplan.runner.server.openai.fields import Only, Strict
@@ -62,29 +64,30 @@ class Vetoed(TypedDict):
 
 
 async def reload(service: Service) -> None:
-    """What SIGHUP asks for; an error is logged."""
+    """What SIGHUP asks for: the plan's file is adopted where it has changed, as the signal may be for keys and
+    certificates. An error is logged."""
     try:
-        await load_file(service, source="signal")
+        replanner, file = _source(service)
+        await replanner.load_changed(file, source="signal")
     except (InputError, EngineError) as error:
         log.error("the plan was not loaded: %s", error)
 
 
-async def load_file(service: Service, *, source: str) -> Replanned:
-    """Reads the plan's file again. Raises InputError, with nothing changed, where that cannot be done.
-
-    Raises EngineError when the engine is gone.
-    """
+def _source(service: Service) -> tuple[Replanner, Path]:
+    """What loads the plan's file, and the file. Raises InputError where there is none."""
     if service.replanner is None or service.plan_file is None:
         raise InputError("this server's plan came from no file")
-    return await service.replanner.load(service.plan_file, source=source)
+    return service.replanner, service.plan_file
 
 
 async def control(service: Service, body: bytes) -> Adopted | Vetoed:
-    """Does what a request asks for and returns the result. Raises RequestError."""
+    """Does what a request asks for and returns the result. Raises InputError or RequestError where that cannot be done,
+    with nothing changed, and EngineError when the engine is gone."""
     replanner = service.replanner
     assert replanner is not None
     if not body.strip():
-        return _adopted(await load_file(service, source="request"))
+        replanner, file = _source(service)
+        return _adopted(await replanner.load(file, source="request"))
     given = read_object(body)
     if "veto" in given:
         veto = _only(Veto, given, 'a veto is {"veto": "why"} and nothing else', param="veto")

@@ -76,6 +76,8 @@ def test_systemd_is_notified_of_start_and_end_and_sighup_waits_for_the_engine(la
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         with held_up(launch, log) as server:
             assert systemd.recv(1000).startswith(b"STATUS=loading tiny; http://127.0.0.1:")
+            plan = server.plan_file.read_text()
+            server.plan_file.write_text(plan.replace("decode_steps: 4", "decode_steps: 7"))
             for _ in range(3):
                 server.process.send_signal(signal.SIGHUP)
                 assert server.call("/health").status == 200

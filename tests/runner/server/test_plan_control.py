@@ -62,9 +62,22 @@ def test_a_broken_file_changes_nothing(served):
     assert served.complete({"prompt": "a", "max_tokens": 2}).status == 200
 
 
+def test_sighup_changes_nothing_where_the_file_says_what_it_did_though_another_plan_has_been_adopted(served):
+    """It may be for new keys or certificates."""
+    plan = shown(served)
+    plan["schedule"]["prefill_batch"] = 2
+    assert served.call("/plan", plan).status == 200
+    before, length = adopted(served), len(served.log.read_text())
+    served.process.send_signal(signal.SIGHUP)
+    eventually(lambda: "has not changed, so the active plan stays" in served.log.read_text()[length:])
+    assert (adopted(served), shown(served)["schedule"]) == (before, plan["schedule"])
+    assert served.call("/plan", b"").status == 200
+    assert (adopted(served), shown(served)["schedule"]["prefill_batch"]) == (before + 1, 4)
+
+
 def test_a_signal_while_the_engine_is_gone_leaves_a_line_in_the_log(caplog):
     class Gone:
-        async def load(self, path, *, source):
+        async def load_changed(self, path, *, source):
             raise EngineError("the engine is gone")
 
     asyncio.run(reload(SimpleNamespace(replanner=Gone(), plan_file=Path("plan.yaml"))))

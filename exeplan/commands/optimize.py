@@ -1,8 +1,8 @@
 """find the schedule with the most throughput under a latency bound
 
 The workload is a trace (CSV or JSON lines with input_tokens, output_tokens and optionally arrival_s; or as Azure,
-BurstGPT, Mooncake, ShareGPT, vllm bench serve or guidellm write it), a shipped name (plans/workloads), or a law such as
-`normal:in=128,81,256;out=128,68,320`.
+BurstGPT, Mooncake, Qwen-Bailian, ShareGPT, vllm bench serve or guidellm write it), a shipped name (plans/workloads), or
+a law such as `normal:in=128,81,256;out=128,68,320`.
 """
 
 import argparse

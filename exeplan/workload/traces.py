@@ -3,7 +3,8 @@
     exeplan             CSV or JSON lines: input_tokens, output_tokens, optionally arrival_s (seconds, never falling)
     Azure LLM           CSV: TIMESTAMP, ContextTokens, GeneratedTokens (AzurePublicDataset, 2023 to 2025)
     BurstGPT            CSV: Timestamp (seconds), Request tokens, Response tokens
-    Mooncake            JSON lines: timestamp (milliseconds), input_length, output_length
+    Mooncake            JSON lines: timestamp (whole milliseconds), input_length, output_length
+    Qwen-Bailian        JSON lines: the same names with chat_id and turn; timestamp in seconds
     vllm bench serve    JSON: input_lens, output_lens, start_times (--save-result --save-detailed); SGLang's
                         --output-details likewise, an object a line
     guidellm            JSON: benchmarks[].requests.successful[], with prompt_tokens, output_tokens, request_start_time
@@ -36,7 +37,7 @@ from exeplan.workload.laws import MAX_LENGTH
 from exeplan.workload.workload import Trace
 
 CountTokens = Callable[[str], int]
-_OTHERS = "traces of Azure, BurstGPT, Mooncake, ShareGPT, vllm bench serve and guidellm are read too"
+_OTHERS = "traces of Azure, BurstGPT, Mooncake, Qwen-Bailian, ShareGPT, vllm bench serve and guidellm are read too"
 _BETWEEN = re.compile(r"[\s,]*")
 MAX_TRACE_BYTES = 1 << 30
 """Of a trace, unpacked: ShareGPT's file has two thirds of it."""
@@ -209,7 +210,9 @@ def _json(text: str, path: Path, count_tokens: CountTokens | None) -> _Found:
         return _bench([value for _, value in values], path)
     if {"input_length", "output_length"} <= keys:
         fields = ("input_length", "output_length", "timestamp")
-        return _Found(_object_rows(values, path, fields), "Mooncake", lambda value: _seconds(value) / 1e3)
+        if {"chat_id", "turn"} <= keys:
+            return _Found(_object_rows(values, path, fields), "Qwen-Bailian")
+        return _Found(_object_rows(values, path, fields), "Mooncake", _whole_milliseconds)
     if keys & {"conversations", "conversation", "messages"}:
         remark = "" if count_tokens else f"tokens estimated as bytes of text / {_BYTES_A_TOKEN}, no tokenizer was given"
         rows = _turn_rows(values, path, count_tokens or _estimated)
@@ -384,6 +387,13 @@ def _arrival(value: Any, previous: float) -> float:
 
 def _seconds(value: Any) -> float:
     return number(value, "its time")
+
+
+def _whole_milliseconds(value: Any) -> float:
+    """Seconds. Times of a fraction are refused: in other traces with these names they are seconds."""
+    if (found := _seconds(value)) != int(found):
+        raise InputError(f"its time must be whole milliseconds, found {shown(value)}; write seconds as arrival_s")
+    return found / 1e3
 
 
 def number(value: Any, name: str) -> float:

@@ -34,6 +34,9 @@ BURST_GPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log T
 MOONCAKE = """{"timestamp": 27000, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}
 {"timestamp": 30500, "input_length": 6472, "output_length": 26, "hash_ids": [46, 2354]}
 """
+QWEN = """{"chat_id": 8, "parent_chat_id": -1, "timestamp": 61, "input_length": 521, "output_length": 132, "turn": 1}
+{"chat_id": 9, "parent_chat_id": 8, "timestamp": 64.114, "input_length": 40, "output_length": 7, "turn": 2}
+"""
 SHARE_GPT = [
     {
         "id": "a",
@@ -100,6 +103,7 @@ def requests(workload: Workload) -> list[tuple[float, ...]]:
         (AZURE_WITH_ZONE, [(2162, 5, 0), (2399, 6, 0.5)], "Azure"),
         (BURST_GPT, [(472, 18, 0), (417, 276, 113)], "BurstGPT; 1 without input or output left out"),
         (MOONCAKE, [(6955, 52, 0), (6472, 26, 3.5)], "Mooncake"),
+        (QWEN, [(521, 132, 0), (40, 7, 3.114)], "Qwen-Bailian"),
         (VLLM, [(20, 7, 0), (10, 5, 1)], "vllm bench serve; 1 without input or output left out"),
         (json.dumps(VLLM), [(20, 7, 0), (10, 5, 1)], "vllm bench serve; 1 without input or output left out"),
         (GUIDELLM, [(32, 9, 0), (64, 8, 1)], "guidellm"),
@@ -176,6 +180,7 @@ def test_our_own_rows_may_stand_in_an_array(read: Read) -> None:
         ("TIMESTAMP,ContextTokens\n1,2\n", "output_tokens; found TIMESTAMP, ContextTokens; traces of Azure"),
         (MOONCAKE + '{"timestamp": 1}', "line 3 must be an object with input_length and output_length; traces"),
         (MOONCAKE.replace("30500", '"soon"'), "request 2 (line 2): its time must be a number, found soon"),
+        (MOONCAKE.replace("30500", "30.5"), "(line 2): its time must be whole milliseconds, found 30.5; write"),
         ({**VLLM, "output_lens": [1]}, "has 3 input_lens and 1 output_lens"),
         ({"completed": 3, "total_input_tokens": 9}, "lengths of single requests; run `vllm bench serve` with --save-d"),
         ({"benchmarks": [{"requests": None}]}, "benchmarks without requests.successful; write guidellm's report"),
@@ -202,7 +207,7 @@ KEYS = st.sampled_from(
     [
         "input_tokens", "output_tokens", "arrival_s", "timestamp", "input_length", "output_length", "conversations",
         "messages", "value", "content", "text", "input_lens", "output_lens", "start_times", "benchmarks", "requests",
-        "successful", "prompt_tokens", "request_start_time",
+        "successful", "prompt_tokens", "request_start_time", "chat_id", "turn",
     ]
 )  # fmt: skip
 JSON = st.recursive(

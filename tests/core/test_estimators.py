@@ -188,6 +188,17 @@ def test_a_share_has_an_interval_also_where_all_requests_are_in_it() -> None:
     assert (found.value, found.high) == (11.0, math.inf)
 
 
+@pytest.mark.parametrize("number", range(4, 61))
+def test_a_share_of_all_or_of_none_is_exactly_that(number: int) -> None:
+    """A sum of n times 1/n falls short of 1 for many n, and the interval of such a share had no width."""
+    law = law_of(*((begin, begin + 0.5) for begin in range(number)))
+    window, wide = Window(edges=np.arange(number + 1.0)), 1 - 0.05 ** (1 / number)
+    found = law.share(np.ones(number, dtype=bool), window, together=False)
+    assert (found.value, found.low, found.high) == (1.0, pytest.approx(1 - wide), 1.0)
+    found = law.share(np.zeros(number, dtype=bool), window, together=False)
+    assert (found.value, found.low, found.high) == (0.0, 0.0, pytest.approx(wide))
+
+
 def test_requests_that_begin_together_are_one_observation_of_what_they_share() -> None:
     apart = law_of(*((begin, begin + 0.5) for begin in range(12) for _ in range(50)))
     window, kept = Window(edges=np.arange(13.0)), np.tile([True] * 49 + [False], 12)

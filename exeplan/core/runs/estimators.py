@@ -509,7 +509,9 @@ class ProductLimit:
 
     def share(self, kept: NDArray[np.bool_], window: Window, *, together: bool) -> Figure:
         """The share of the requests that are in `kept`; `together` as of `quantile`."""
-        value = min(float(self.weights @ kept), 1.0)
+        weights = self.weights
+        # Of all requests it is 1 itself: a sum of their weights falls short of it by rounding.
+        value = min(float(weights @ kept), 1.0) if weights @ ~kept else 1.0
         spread = self._spread(kept, value, window, together=together)
         low, high = (None, None) if spread is None else (max(value - spread, 0.0), min(value + spread, 1.0))
         return Figure(value=value, low=low, high=high, num_observations=self._num_ended, of="requests")

@@ -232,7 +232,7 @@ def _run(cells: Mapping[str, Any], where: str, defaults: Defaults) -> ServingRun
         dtype=str(cells.get("dtype") or defaults.dtype),
         device=str(cells.get("device") or defaults.device),
         input_tokens=_whole(cells.get("input_tokens"), f"{where}: input_tokens"),
-        output_tokens=_whole(cells.get("output_tokens"), f"{where}: output_tokens"),
+        output_tokens=_outputs(cells.get("output_tokens"), f"{where}: output_tokens"),
         concurrency=_whole(cells.get("concurrency"), f"{where}: concurrency"),
         tensor_parallel_size=_whole(size, f"{where}: tensor_parallel_size"),
         expert_parallel_size=_whole(cells.get("expert_parallel_size") or 1, f"{where}: expert_parallel_size"),
@@ -255,6 +255,12 @@ def _whole(value: Any, where: str) -> int:
     if number != int(number):
         raise InputError(f"{where} must be a whole number, found {value!r}")
     return int(number)
+
+
+def _outputs(value: Any, where: str) -> int:
+    if (number := _whole(value, where)) < 2:
+        raise InputError(f"{where} must be at least 2, found {value!r}: a run of one output token has no tpot")
+    return number
 
 
 def _count(value: Any) -> float:

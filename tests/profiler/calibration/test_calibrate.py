@@ -288,6 +288,7 @@ def test_a_sweep_s_runs_at_a_rate_are_left_out_with_a_remark(tmp_path: Path) -> 
         ({"max_concurrency": None}, "was not run with --max-concurrency"),
         ({"completed": 0}, "completed must be a number above 0"),
         ({"mean_tpot_ms": 0.0}, "tpot_ms must be a number above 0"),
+        ({"total_output_tokens": 10}, r"run 1: output_tokens must be at least 2, found 1: .* has no tpot"),
         ({"total_input_tokens": "many"}, "total_input_tokens must be a number"),
     ],
 )
@@ -357,6 +358,10 @@ def test_a_run_that_waits_for_what_is_not_predicted_moves_little(profile: Profil
         ("input_tokens,output_tokens,concurrency,ttft_ms\n1,2,3,4\n", "no column tpot_ms or tpot_s or tpot_us"),
         ("input_tokens,output_tokens,concurrency,ttft_ms,tpot_ms\n1,2,x,4,5\n", "line 2: concurrency must be"),
         ("input_tokens,output_tokens,concurrency,ttft_ms,tpot_ms\n1,2.5,3,4,5\n", "output_tokens must be a whole"),
+        (
+            "input_tokens,output_tokens,concurrency,ttft_ms,tpot_ms\n1,1,3,4,5\n",
+            "line 2: output_tokens must be at least 2",
+        ),
         ("input_tokens,output_tokens,concurrency,ttft_ms,tpot_ms\n1,2,3,0,5\n", "ttft_ms must be a number above 0"),
         ("{}", "no result of `vllm bench serve --save-result` or guidellm, lacks mean_ttft_ms"),
         ("{", "line 1 is not valid JSON"),

@@ -8,6 +8,7 @@ from exeplan.errors import InputError
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _BYTES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|[-+]?inf|nan)\s*([a-z]*)\s*", re.IGNORECASE)
+_LONGEST_RUN = 30 * 86_400.0
 _MOST_DIGITS = 9
 """Of a time that is hardly beyond a bound."""
 
@@ -18,6 +19,13 @@ def seconds(text: str, name: str = "the duration") -> float:
     Raises InputError naming what `name` says, such as an option.
     """
     return _positive(text, _SECONDS, name, "a duration such as 2s, 500ms or 1m")
+
+
+def seconds_of_run(text: str, name: str) -> float:
+    """As `seconds`, of work that is to end: at most 30 days."""
+    if (value := seconds(text, name)) > _LONGEST_RUN:
+        raise InputError(f"{name} must be at most 30 days (720h), found '{text}'")
+    return value
 
 
 def num_bytes(text: str, name: str = "the size") -> int:

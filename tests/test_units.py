@@ -5,7 +5,7 @@ import math
 import pytest
 
 from exeplan.errors import InputError
-from exeplan.units import num_bytes, seconds, show_apart, show_bytes, show_seconds
+from exeplan.units import num_bytes, seconds, seconds_of_run, show_apart, show_bytes, show_seconds
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,13 @@ def test_reads_durations(text: str, value: float) -> None:
 
 def test_an_infinite_duration_is_no_limit() -> None:
     assert math.isinf(seconds("inf"))
+
+
+@pytest.mark.parametrize("text", ["inf", "1e400", "1e308", "721h"])
+def test_a_run_is_to_end(text: str) -> None:
+    assert seconds_of_run("720h", "--duration") == 30 * 86_400
+    with pytest.raises(InputError, match=rf"^--duration must be at most 30 days \(720h\), found '{text}'$"):
+        seconds_of_run(text, "--duration")
 
 
 @pytest.mark.parametrize("text", ["0", "-1s", "nan", "-inf", "0ms"])

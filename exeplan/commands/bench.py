@@ -323,9 +323,9 @@ def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -
     from exeplan.policies import sampled_evenly
     from exeplan.progress import note
     from exeplan.runner.load import draw_load, enough_requests
-    from exeplan.units import seconds
+    from exeplan.units import seconds_of_run
 
-    duration = seconds(args.duration, "--duration")
+    duration = seconds_of_run(args.duration, "--duration")
     if plan and plan.estimate and args.rate is None:
         throughput = plan.estimate.throughput
         num_requests = enough_requests(plan.schedule, throughput=throughput, seconds=duration)

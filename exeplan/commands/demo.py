@@ -47,13 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from exeplan.units import seconds, show_seconds
+    from exeplan.units import seconds, seconds_of_run, show_seconds
 
     require("the demo", *SERVING, "matplotlib")
-    began, duration = time.monotonic(), seconds(args.duration)
-    _say(f"1. profile {args.model} for at most {show_seconds(seconds(args.budget))}")
-    spec, profile = _profiled(args)
-    bound, request = _request(args, profile)
+    began, duration = time.monotonic(), seconds_of_run(args.duration, "--duration")
+    budget = seconds_of_run(args.budget, "--budget")
+    asked = seconds(args.latency_bound, "--latency-bound") if args.latency_bound else None
+    _say(f"1. profile {args.model} for at most {show_seconds(budget)}")
+    spec, profile = _profiled(args, budget)
+    bound, request = _request(args, profile, asked)
     problem = request.problem(None)
     length = problem.workload.output_quantile(0.99)
     _say(
@@ -80,30 +82,29 @@ def _say(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def _profiled(args: argparse.Namespace) -> "tuple[ModelSpec, Profile]":
+def _profiled(args: argparse.Namespace, budget: float) -> "tuple[ModelSpec, Profile]":
     from exeplan import api
     from exeplan.planner.load_problem import profile_for
     from exeplan.profiler.profile_model import profile_model
     from exeplan.progress import note
     from exeplan.runner.compute.families import check_family
-    from exeplan.units import seconds
 
     spec = api.load_model(args.model)
     check_family(spec)
     note(spec.remarks)
     path = args.dir / f"{Path(args.model).name}.profile.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    profile_model(spec, output=path, budget_seconds=seconds(args.budget))
+    profile_model(spec, output=path, budget_seconds=budget)
     return spec, profile_for(spec, api.load_profile(path))
 
 
-def _request(args: argparse.Namespace, profile: "Profile") -> "tuple[float, PlanRequest]":
-    """The bound in seconds, and what is asked under the share of it that leaves room."""
+def _request(args: argparse.Namespace, profile: "Profile", bound: float | None) -> "tuple[float, PlanRequest]":
+    """The bound in seconds, one for the machine where None was given, and what is asked under the share of it that
+    leaves room."""
     from exeplan import api
     from exeplan.core.bounds import Bound
     from exeplan.core.schedule import Schedule
     from exeplan.planner.plan_request import PlanRequest
-    from exeplan.units import seconds
 
     asked = PlanRequest(
         profile=profile,
@@ -111,9 +112,7 @@ def _request(args: argparse.Namespace, profile: "Profile") -> "tuple[float, Plan
         fit_context=True,
         bounds=(Bound(seconds=math.inf),),
     )
-    if args.latency_bound:
-        bound = seconds(args.latency_bound)
-    else:
+    if bound is None:
         alone = asked.problem(None).evaluate(Schedule("static", {"batch_size": 1})).latency
         bound = float(f"{_BOUND_FACTOR * alone:.1g}")
     return bound, replace(asked, bounds=(Bound(seconds=_ROOM * bound),))

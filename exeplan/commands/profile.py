@@ -114,7 +114,7 @@ def _measure(args: argparse.Namespace) -> int:
     from exeplan.errors import InputError
     from exeplan.extras import require
     from exeplan.progress import note
-    from exeplan.units import seconds
+    from exeplan.units import seconds_of_run
 
     require("measuring", "torch")
     _refuse(args, "engine_python", needed="--engine vllm")
@@ -122,7 +122,7 @@ def _measure(args: argparse.Namespace) -> int:
     if not 0 < target < 1:
         raise InputError(f"--target-error must lie between 0 and 1, found {target:g}")
     _check_sizes(args)
-    spec, budget = load_model_spec(args.model), seconds(args.budget or _BUDGET, "--budget")
+    spec, budget = load_model_spec(args.model), seconds_of_run(args.budget or _BUDGET, "--budget")
     from exeplan.profiler.thread_counts import parse_threads, profile_thread_counts  # Imports torch: seconds.
     from exeplan.runner.compute.families import check_family
 
@@ -155,7 +155,7 @@ def _measure_engine(args: argparse.Namespace) -> int:
     from exeplan.errors import InputError
     from exeplan.extras import require
     from exeplan.progress import note
-    from exeplan.units import seconds
+    from exeplan.units import seconds_of_run
 
     require("measuring", "torch")
     _check_sizes(args)
@@ -165,7 +165,7 @@ def _measure_engine(args: argparse.Namespace) -> int:
         note([f"--weights dummy changes nothing: {args.engine} is timed with random weights always"])
     if args.kv_dtype or (args.devices or 1) > 1:
         raise InputError(f"--engine {args.engine} is measured on one device, keys and values in the weights' dtype")
-    spec, budget = load_model_spec(args.model), seconds(args.budget or _BUDGET, "--budget")
+    spec, budget = load_model_spec(args.model), seconds_of_run(args.budget or _BUDGET, "--budget")
     note(spec.remarks)
     from exeplan.profiler.thread_counts import parse_threads
     from exeplan.profiler.through_engine.profile_engine import profile_engine

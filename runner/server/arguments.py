@@ -132,7 +132,7 @@ def run_server(args: argparse.Namespace) -> int:
     from exeplan.runner.server.options import ServeOptions
     from exeplan.runner.server.server import serve
     from exeplan.scheduling.scaling import parse_replicas
-    from exeplan.units import seconds
+    from exeplan.units import seconds, seconds_of_run
 
     options = ServeOptions(
         host=args.host,
@@ -151,7 +151,7 @@ def run_server(args: argparse.Namespace) -> int:
         dummy_weights=args.weights == "dummy",
         drain_seconds=seconds(args.drain, "--drain"),
         timeline=args.timeline,
-        deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
+        deadline_seconds=seconds_of_run(args.deadline, "--deadline") if args.deadline else None,
         ray=args.ray,
         front_ends=args.front_ends,
         replicas=parse_replicas(args.replicas) if args.replicas is not None else None,

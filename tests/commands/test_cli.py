@@ -310,11 +310,23 @@ def test_simulate_answers_a_mistake_in_one_sentence(
         (["bench", "hand.yaml", "--rate", "-2"], "exeplan bench: --rate must be above zero, found -2.0"),
         (["bench", "hand.yaml", "--rate", "nan"], "exeplan bench: --rate must be above zero, found nan"),
         (
+            ["bench", "hand.yaml", "--workload", LAW, "--duration", "inf"],
+            "exeplan bench: --duration must be at most 30 days (720h), found 'inf'",
+        ),
+        (
             ["optimize", "--workload", LAW, "--latency-bound", "inf", "--model", "demo"],
             "exeplan optimize: give --profile FILE, as `exeplan profile` makes it; or --model and --cluster",
         ),
         (["profile", "nope", "-o", "x.json"], "exeplan profile: no model directory or shipped model 'nope'"),
         (["profile", "demo", "-o", "x.json", "--budget", "0"], "exeplan profile: --budget must be above zero"),
+        (
+            ["profile", "demo", "-o", "x.json", "--budget", "inf"],
+            "exeplan profile: --budget must be at most 30 days (720h), found 'inf'",
+        ),
+        (
+            ["profile", "demo", "-o", "x.json", "--engine", "vllm", "--budget", "inf"],
+            "exeplan profile: --budget must be at most 30 days (720h), found 'inf'",
+        ),
         (["profile", "demo", "-o", "x.json", "--threads", "0"], "exeplan profile: --threads must be at least 1"),
         (["profile", "demo", "-o", "x.json", "--device", "cpu", "--dtype", "fp8"], "exeplan profile: fp8 needs a GPU"),
         (

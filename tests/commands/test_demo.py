@@ -36,7 +36,15 @@ def test_the_demo_ends_with_two_errors_for_every_policy_and_a_picture(folder: Pa
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_duration_that_is_none_is_one_sentence(folder: Path) -> None:
-    done = demo(folder, "--duration", "0s")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--duration", "0s", "--duration must be above zero, found '0s'"),
+        ("--duration", "inf", "--duration must be at most 30 days (720h), found 'inf'"),
+        ("--budget", "inf", "--budget must be at most 30 days (720h), found 'inf'"),
+        ("--latency-bound", "soon", "--latency-bound must be a duration such as 2s, 500ms or 1m, found 'soon'"),
+    ],
+)
+def test_a_wrong_duration_is_one_sentence_before_any_work(folder: Path, option: str, value: str, message: str) -> None:
+    done = demo(folder, option, value)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"exeplan demo: {message}\n")

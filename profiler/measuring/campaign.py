@@ -79,6 +79,7 @@ class Campaign:
         self.reference = _reference(rig)
         """None on a GPU, where a pass would wait for those that are queued."""
         self.resumed_passes = before.reference_passes if before else ()
+        self.resumed_spread = before.speed_spread if before else 0.0
         self.burst_seconds = 0.0
         self.weight_bytes = rig.runner.weight_bytes + work.bytes_left_out(rig.copies)
         self.workspace_bytes = before.workspace_bytes if before else 0
@@ -173,6 +174,11 @@ class Campaign:
         found = self.reference.speed
         return replace(found, passes=self.resumed_passes or levelled(found.passes, found.samples))
 
+    @property
+    def _speed_spread(self) -> float:
+        """Of all parts of a profile that is resumed, the most: some of its rows were measured in each."""
+        return max(self.resumed_spread, self.speed.spread if self.speed else 0.0)
+
     def _anchors(self) -> dict[Point, int]:
         """Points that every round visits, so that its slowness is known: three short ones of each kind."""
         found = {}
@@ -253,7 +259,7 @@ class Campaign:
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             complete=complete,
             reference_passes=speed.passes if speed else (),
-            speed_spread=round(speed.spread, 4) if speed else 0.0,
+            speed_spread=round(self._speed_spread, 4),
             last_layer_saving=_last_layer_saving(self.work.spec),
         )
         if self.samples.whole:

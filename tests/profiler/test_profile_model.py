@@ -102,13 +102,14 @@ def test_a_batch_costs_more_than_its_layers(profile: Profile) -> None:
 def test_an_unfinished_profile_is_resumed_and_keeps_its_points(profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "half.json"
     once = tuple(replace(m, repeats=1, spread=0.0) for m in profile.measurements)
-    save_profile(replace(profile, measurements=once, complete=False), path)
+    save_profile(replace(profile, measurements=once, speed_spread=0.7, complete=False), path)
     again = run(path)
     repeats = {row_name(m): m.repeats for m in again.measurements}
     assert {row_name(m) for m in once} <= repeats.keys()
     assert sum(repeats.values()) > len(once)
     assert again.complete
     assert again.reference_passes == profile.reference_passes != ()  # Its rows are at their speed.
+    assert again.speed_spread >= 0.7  # So far it moved while they were measured.
 
 
 @pytest.mark.parametrize(

@@ -198,8 +198,8 @@ def _speed_of(profile: Profile, schedule: Schedule) -> list[str]:
         return []
     error = profile.error_of(keeps_finished_rows=load_policy(schedule.policy).KEEPS_FINISHED_ROWS)
     sure = f"the profile's times are sure to +-{error:.1%} (one standard error)" if error else UNSURE
-    moved = f"its machine's speed moved by +-{profile.speed_spread:.0%} meanwhile, and predictions are at the median"
-    return [f"{sure}; {moved}"]
+    moved = f"its machine's speed moved by +-{profile.speed_spread:.0%} meanwhile"
+    return [f"{sure}; {moved}, and predictions are at its geometric mean"]
 
 
 def _untimed_processes(problem: Problem) -> list[str]:

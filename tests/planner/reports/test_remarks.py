@@ -45,7 +45,9 @@ def test_a_profile_of_one_burst_is_not_called_sure(
     (folder / "watched.json").write_text(json.dumps({**body, **watched}))
     asked = ["--workload", "fixed:in=64;out=8", "--latency-bound", "60s", "--policy", "orca", "--max-num-seqs", "4"]
     assert main(["optimize", "--profile", str(folder / "watched.json"), *asked, "-o", str(folder / "plan.yaml")]) == 0
-    assert f"{said}; " in capsys.readouterr().out.replace(" (one standard error)", "")
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"{said}; " in told.replace(" (one standard error)", "")
+    assert "speed moved by +-10% meanwhile, and predictions are at its geometric mean" in told
 
 
 def test_programs_are_told_the_remarks_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

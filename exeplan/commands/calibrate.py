@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--tensor-parallel-size {args.tensor_parallel_size} is not in the profile, which has {there}")
     defaults = Defaults(
         engine=engine or "exeplan",
+        engine_stated=bool(args.engine),
         model=profile.model.name,
         dtype=profile.dtype,
         device=profile.device.name,

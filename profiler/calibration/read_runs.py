@@ -6,7 +6,9 @@
     JSON        a result of `vllm bench serve --save-result --max-concurrency N`, or several, one a line, as
                 --append-result writes them: mean_ttft_ms, mean_tpot_ms, total_input_tokens, total_output_tokens,
                 completed, failed (else num_prompts), max_concurrency, request_rate, model_id; and of --metadata
-                KEY=VALUE the columns engine, dtype, device, version, tensor_parallel_size and expert_parallel_size
+                KEY=VALUE the columns engine, dtype, device, version, tensor_parallel_size and expert_parallel_size;
+                without the engine it is that of the backend, where only one engine has it, as SGLang's bench_serving
+                writes it: not of openai and vllm, as which the servers of many engines are asked
     JSON        guidellm's report: benchmarks[] with metrics.time_to_first_token_ms, inter_token_latency_ms,
                 prompt_token_count, output_token_count and request_concurrency, of successful requests, each its mean,
                 request_totals, config.backend.model, and config.strategy (before 0.4: args.strategy)
@@ -38,6 +40,8 @@ _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _METADATA = ("engine", "dtype", "device", "version", "tensor_parallel_size", "expert_parallel_size")
 _CLOSED = ("synchronous", "concurrent")
 """guidellm's strategies with a fixed number of clients."""
+_BACKENDS = {"sglang": "sglang", "tgi": "tgi", "lmdeploy": "lmdeploy", "trt": "trtllm", "tensorrt": "trtllm"}
+"""The engine that a benchmark's client asks, by how its backend's name begins."""
 _MOST_FAILED = 0.01
 _NUMBERS = ("tensor_parallel_size", "input_tokens", "output_tokens", "concurrency")
 _MOST = 2**31
@@ -49,6 +53,8 @@ class Defaults:
     """What a file need not say."""
 
     engine: str
+    engine_stated: bool = False
+    """For these files, so that a backend says nothing."""
     model: str
     dtype: str
     device: str
@@ -127,6 +133,7 @@ def _of_vllm(one: Any, where: str) -> dict[str, Any]:
     if (failed := _failed(one, completed)) > _MOST_FAILED * completed:
         raise InputError(f"{where}: {failed:g} requests failed, {completed:g} did not; so the load was another")
     return {name: one[name] for name in _METADATA if name in one} | {
+        "asked": _engine_of_backend(one.get("backend")),
         "model": _known_model(one.get("model_id")),
         "ttft_ms": one["mean_ttft_ms"],
         "tpot_ms": one["mean_tpot_ms"],
@@ -142,6 +149,11 @@ def _failed(one: Mapping[str, Any], completed: float) -> float:
     if (failed := one.get("failed")) is not None:
         return _count(failed)
     return max(0.0, _count(one.get("num_prompts")) - completed)
+
+
+def _engine_of_backend(backend: Any) -> str:
+    """'' where several engines have it, or it is not known."""
+    return next((engine for name, engine in _BACKENDS.items() if str(backend).lower().startswith(name)), "")
 
 
 def _known_model(name: Any) -> str:
@@ -225,8 +237,9 @@ def _run(cells: Mapping[str, Any], where: str, defaults: Defaults) -> ServingRun
     size = cells.get("tensor_parallel_size") or defaults.tensor_parallel_size
     if size is None:
         raise InputError(f"{where} does not say its tensor_parallel_size; give --tensor-parallel-size")
+    asked = "" if defaults.engine_stated else cells.get("asked")
     return ServingRun(
-        engine=str(cells.get("engine") or defaults.engine),
+        engine=str(cells.get("engine") or asked or defaults.engine),
         version=str(cells.get("version") or ""),
         model=str(cells.get("model") or defaults.model),
         dtype=str(cells.get("dtype") or defaults.dtype),

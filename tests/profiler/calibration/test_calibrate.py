@@ -260,6 +260,31 @@ def test_results_of_vllm_and_guidellm_are_read(tmp_path: Path) -> None:
     assert of_vllm == (replace(run, model="meta-llama/Llama-3.1-8B-Instruct", version="0.12.0"),)
 
 
+@pytest.mark.parametrize(
+    ("backend", "engine"),
+    [
+        ("sglang-oai-chat", "sglang"),
+        ("trt", "trtllm"),
+        ("tensorrt-llm", "trtllm"),
+        ("openai", "vllm"),
+        ("vllm", "vllm"),
+        (None, "vllm"),
+    ],
+)
+def test_a_backend_that_one_engine_has_says_the_engine(
+    backend: str | None, engine: str, profile: Profile, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "v.json", {**VLLM, "backend": backend})
+    found = read_runs(path, DEFAULTS).runs
+    assert found[0].engine == engine
+    if engine != "vllm":
+        with pytest.raises(InputError, match=f"with vllm', the runs are of {engine}$"):
+            calibrate(profile, found)
+    assert read_runs(path, replace(DEFAULTS, engine_stated=True)).runs[0].engine == "vllm"
+    named = written(tmp_path / "n.json", {**VLLM, "backend": backend, "engine": "acme"})
+    assert read_runs(named, DEFAULTS).runs[0].engine == "acme"
+
+
 def test_results_that_vllm_appended_to_one_file_are_all_read(tmp_path: Path) -> None:
     lines = [json.dumps({**VLLM, "max_concurrency": clients}) for clients in (2, 4, 8)]
     found = read_runs(written(tmp_path / "v.json", "\n".join(lines)), DEFAULTS).runs

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from exeplan.core.profile import Profile
-    from exeplan.runner.engine_watch.readings import Reading
+    from exeplan.runner.engine_watch.readings import Readings
     from exeplan.runner.engine_watch.sidecar import Sidecar
 
 POSITION = 67
@@ -158,7 +158,7 @@ def _watch(args: argparse.Namespace, sidecar: "Sidecar") -> None:
             _tell(remark)
 
 
-def _readings(engine: str, urls: list[str], *, every: float, lasts: float) -> Iterator[tuple[float, "Reading"]]:
+def _readings(engine: str, urls: list[str], *, every: float, lasts: float) -> Iterator[tuple[float, "Readings"]]:
     """Seconds from the first one, and what the servers show then: none while one of them does not answer.
 
     Raises InputError where the first does not come.

@@ -7,7 +7,8 @@
                          queue_time_seconds, num_running_reqs, num_queue_reqs
 
 vLLM's prefill times are of requests that ended, as lengths are. SGLang's are its times to the first token less those in
-the queue, which are of other requests where the queue grows. Several servers, or engines of one server, are added up.
+the queue, which are of other requests where the queue grows. The engines of one server are added up as they are read;
+of several servers what came between two moments is, so that each of them that begins anew is seen.
 Source: vLLM's `v1/metrics/loggers.py` and SGLang's `srt/observability/metrics_collector.py`.
 """
 
@@ -78,7 +79,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Since the servers' start, or between two moments."""
+    """Of one server since its start, or of one or several between two moments."""
 
     inputs: Buckets
     outputs: Buckets
@@ -93,7 +94,7 @@ class Reading:
     num_waiting: int
 
     def since(self, before: "Reading") -> "Reading | None":
-        """What came after an earlier reading; None where a server has begun anew since."""
+        """What came after an earlier reading of the server; None where it has begun anew since."""
         sides = ((self.inputs, before.inputs), (self.outputs, before.outputs))
         if any(other.size and one.edges != other.edges for one, other in sides):
             return None
@@ -120,11 +121,54 @@ def _less(one: Buckets, other: Buckets) -> Buckets:
     return Buckets(edges=one.edges, counts=counts, total=one.total - other.total)
 
 
-def read(engine: str, urls: Sequence[str]) -> Reading:
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """Of each server at one moment."""
+
+    servers: tuple[Reading, ...]
+
+    @property
+    def together(self) -> Reading:
+        return _sum(self.servers)
+
+    def since(self, before: "Readings") -> Reading | None:
+        """What came after earlier readings of the same servers, of all together; None where one has begun anew."""
+        found = [one.since(other) for one, other in zip(self.servers, before.servers, strict=True)]
+        seen = [one for one in found if one is not None]
+        return _sum(seen) if len(seen) == len(found) else None
+
+
+def _sum(parts: Sequence[Reading]) -> Reading:
+    return Reading(
+        inputs=_sum_of_buckets([one.inputs for one in parts]),
+        outputs=_sum_of_buckets([one.outputs for one in parts]),
+        ttft=_sum_of_times([one.ttft for one in parts]),
+        gaps=_sum_of_times([one.gaps for one in parts]),
+        prefill=_sum_of_times([one.prefill for one in parts]),
+        num_running=sum(one.num_running for one in parts),
+        num_waiting=sum(one.num_waiting for one in parts),
+    )
+
+
+def _sum_of_times(parts: Sequence[Times]) -> Times:
+    return Times(sum(one.seconds for one in parts), sum(one.number for one in parts))
+
+
+def _sum_of_buckets(parts: Sequence[Buckets]) -> Buckets:
+    """Raises InputError where they have other edges, so that nothing says which lengths are in which bucket."""
+    some = [one for one in parts if one.size] or parts[:1]  # Engines show no buckets before their first request.
+    if len({one.edges for one in some}) > 1:
+        raise InputError("the servers count lengths in unlike buckets; watch those with the same buckets together")
+    counts = tuple(map(sum, zip(*(one.counts for one in some), strict=True)))
+    return Buckets(edges=some[0].edges, counts=counts, total=sum(one.total for one in some))
+
+
+def read(engine: str, urls: Sequence[str]) -> Readings:
     """What these servers show now. Raises OSError where one does not answer, and InputError where it shows no metrics
-    of this engine."""
-    families = [family for url in urls for family in _of_server(engine, url)]
-    return _reading(ENGINES[engine], engine, families)
+    of this engine, or lengths in other buckets than another."""
+    found = Readings(tuple(_reading(ENGINES[engine], engine, _of_server(engine, url)) for url in urls))
+    _sum(found.servers)
+    return found
 
 
 def _of_server(engine: str, url: str) -> "list[Metric]":

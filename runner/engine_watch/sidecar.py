@@ -30,7 +30,7 @@ from exeplan.export.interface import Export
 from exeplan.files import write_text
 from exeplan.planner.load_problem import plan_problems, with_relative_references
 from exeplan.planner.problems.problem import Problem
-from exeplan.runner.engine_watch.readings import Reading
+from exeplan.runner.engine_watch.readings import Reading, Readings
 from exeplan.units import show_seconds
 
 _WINDOW_SECONDS = 300.0
@@ -114,7 +114,7 @@ class Sidecar:
             self._watch = GroupWatch(plan, problems, rules=rules, policies=policies)
         self._draws = LengthDraws(self._watch.planned, max_context=spec.max_context)
         self._longest = self._watch.planned.output_quantile(0.99)
-        self._readings: deque[tuple[float, Reading]] = deque()
+        self._readings: deque[tuple[float, Readings]] = deque()
         self._told = _Told()
         self.num_replans = 0
 
@@ -123,7 +123,7 @@ class Sidecar:
         """The one that the server runs, as far as is known."""
         return self._watch.plan
 
-    def take(self, now: float, reading: Reading) -> Look:
+    def take(self, now: float, reading: Readings) -> Look:
         """Of all requests since the last reading; `now` in seconds on one clock."""
         remarks: list[str] = []
         if self._readings:
@@ -155,7 +155,8 @@ class Sidecar:
 
     def _observed(self) -> Observed:
         (begin, first), (end, last) = self._readings[0], self._readings[-1]
-        running = Observed(num_running=last.num_running, num_waiting=last.num_waiting)
+        now = last.together
+        running = Observed(num_running=now.num_running, num_waiting=now.num_waiting)
         seen = last.since(first)
         if seen is None or not seen.outputs.size:
             return running
@@ -175,7 +176,7 @@ class Sidecar:
         )
 
     def _begun_anew(self) -> str:
-        text = "the server has begun anew"
+        text = "a server has begun anew"
         if self._told.proposed and not self.server.plug_in:
             text += f"; if it runs {self.server.output} now, watch it with that plan"
         return text

@@ -22,11 +22,11 @@ GAUGES = {"vllm": "num_requests_{}", "sglang": "num_{}_reqs"}
 class Engine:
     """Takes prefills of a tenth of a second and a hundredth between two tokens, after two tenths in the queue."""
 
-    def __init__(self, engine: str = "vllm", *, without: str = "") -> None:
+    def __init__(self, engine: str = "vllm", *, without: str = "", tokens: Sequence[int] = TOKENS) -> None:
         self._engine = engine
         self.registry = CollectorRegistry()
         inputs, outputs, third = FAMILIES[engine]
-        names = {inputs: TOKENS, outputs: TOKENS, third: SECONDS}
+        names = {inputs: tokens, outputs: tokens, third: SECONDS}
         names |= dict.fromkeys(("time_to_first_token_seconds", "inter_token_latency_seconds"), SECONDS)
         self._histograms = {
             name: Histogram(f"{engine}:{name}", "", ["engine"], registry=self.registry, buckets=(*edges, math.inf))

@@ -14,9 +14,10 @@ def test_lengths_times_and_queue(name):
     engine = Engine(name)
     engine.end(REQUESTS)
     with shown(engine) as url:
-        first = read(name, [url])
+        begin = read(name, [url])
         engine.end([(7, 2)])
-        later = read(name, [f"{url}/metrics"]).since(first)
+        later = read(name, [f"{url}/metrics"]).since(begin)
+    first = begin.together
     assert first.inputs.edges[:-1] == TOKENS
     assert {edge: n for edge, n in zip(first.inputs.edges, first.inputs.counts, strict=True) if n} == {50: 2, 500: 1}
     assert first.outputs.total == 72
@@ -34,7 +35,7 @@ def test_replicas_are_added_up():
     for engine in engines:
         engine.end(REQUESTS)
     with shown(engines[0]) as one, shown(engines[1]) as other:
-        both = read("vllm", [one, other])
+        both = read("vllm", [one, other]).together
     assert (both.inputs.size, both.outputs.total, both.num_running) == (6, 144, 6)
 
 
@@ -44,6 +45,29 @@ def test_a_server_that_began_anew_has_no_difference():
     after.end(REQUESTS[:1])
     with shown(before) as one, shown(after) as other:
         assert read("vllm", [other]).since(read("vllm", [one])) is None
+
+
+def test_one_of_several_servers_that_began_anew_is_seen_where_the_others_have_more():
+    before, after, other = Engine(), Engine(), Engine()
+    before.end(REQUESTS)
+    after.end(REQUESTS[:1])
+    with shown(before) as old, shown(after) as new, shown(other) as busy:
+        first = read("vllm", [old, busy])
+        other.end(10 * REQUESTS)
+        assert read("vllm", [new, busy]).since(first) is None
+        between = read("vllm", [old, busy]).since(first)
+    assert between is not None
+    assert (between.inputs.size, between.outputs.total) == (30, 720)
+
+
+def test_servers_whose_buckets_differ_are_refused():
+    engines = Engine(), Engine(tokens=(1, 10, 100, 1000))
+    with shown(engines[0]) as one, shown(engines[1]) as other:
+        assert read("vllm", [one, other]).together.inputs.size == 0  # Buckets show with the first request.
+        for engine in engines:
+            engine.end(REQUESTS)
+        with pytest.raises(InputError, match=r"^the servers count lengths in unlike buckets"):
+            read("vllm", [one, other])
 
 
 def test_another_engine_is_said():

@@ -81,7 +81,8 @@ class Plan:
     kv_cache_tokens: int | None = None
     """Of each replica of the first group."""
     capacity: float | None = None
-    """Requests/s of each replica of the first group with its batches full; None where all replicas are alike."""
+    """Requests/s of each replica of the first group with its batches full; None where all replicas are alike and have
+    full batches, as under a backlog."""
     gpu_memory_utilization: float | None = None
     """The share of a GPU's memory that may be in use, where it is not the usual one."""
     max_seqs: int | None = None
@@ -124,6 +125,16 @@ class Plan:
     def has_arrivals(self) -> bool:
         """Whether requests come at a rate or at the times of a trace, instead of waiting in a backlog."""
         return self.trace_arrivals or self.arrival_rate is not None
+
+    @property
+    def full_throughput(self) -> float | None:
+        """Requests/s of all replicas with their batches full; None where nothing says it: at a rate figures do not."""
+        capacities = [group.capacity for group in self.groups]
+        if self.has_arrivals:
+            known = [one * group.num_replicas for one, group in zip(capacities, self.groups, strict=True) if one]
+            return sum(known) if len(known) == len(capacities) else None
+        found = self.replay or self.estimate
+        return found.throughput if found else None
 
     @property
     def figures(self) -> dict[str, Estimate]:

@@ -126,7 +126,8 @@ class ReplicaGroup:
     kv_cache_tokens: int | None = None
     """Of each replica."""
     capacity: float | None = None
-    """Requests/s of each replica with its batches full; by it the router weighs queues. None where all are alike."""
+    """Requests/s of each replica with its batches full; by it the router weighs queues. None where all are alike and
+    requests do not arrive at a rate."""
 
     @property
     def num_replicas(self) -> int:

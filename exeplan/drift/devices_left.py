@@ -65,7 +65,7 @@ def plan_for_left(plan: Plan, number: int, by_node: ByNode) -> LeftPlan:
         schedule=found.plan.schedule,
         placement=placed,
         kv_cache_tokens=found.plan.kv_cache_tokens,
-        capacity=whole.throughput if whole and plan.num_replicas > 1 else None,
+        capacity=_capacity(plan, own, found.plan),
         estimate=whole,
         replay=found.plan.replay,
         drift_headroom=None,
@@ -86,7 +86,8 @@ def service_plan(plan: Plan, left: Mapping[int, Plan]) -> Plan:
     figures = plan.replay or plan.estimate
     shares = _shares(plan, figures)
     for number, own in enumerate(single_plans(plan)):
-        whole = with_replica(whole, number, left.get(number, replace(own, capacity=shares[number])))
+        others = own.capacity if plan.has_arrivals and own.capacity else shares[number]
+        whole = with_replica(whole, number, left.get(number, replace(own, capacity=others)))
     return replace(whole, estimate=_together(figures, left, shares), replay=None)
 
 
@@ -165,6 +166,14 @@ def _promise(request: PlanRequest, made: Plan, missed: float, rate: bool) -> str
         kept = f" keeps {wider}, the tightest that a plan keeps there, instead of {asked}"
     short = "" if rate or request.arrivals is None else f"; {request.arrivals} are more than any plan sustains there"
     return f"{made.schedule}{kept}{throughput}{short}"
+
+
+def _capacity(plan: Plan, own: Plan, found: Plan) -> float | None:
+    """Requests/s of a replica with the plan `found`: with full batches where the plan for a rate says these, else those
+    of its figures, as the router's queues are weighed by figures of all replicas then."""
+    if plan.has_arrivals and own.capacity:
+        return found.full_throughput
+    return found.estimate.throughput if found.estimate and plan.num_replicas > 1 else None
 
 
 def _shares(plan: Plan, figures: Estimate | None) -> list[float | None]:

@@ -165,6 +165,7 @@ def handover_remarks(plan: Plan, engine: str, tokens: int, holds: str) -> Iterat
         yield "host-N stands for the address of the plan's host N"
     yield f"the plan holds prefills back while prefilled requests wait for a place; {holds}"
     yield f"a prefill pass of {engine} has at most {tokens} tokens"
+    yield from unlimited_remark(plan)
     for group in plan.groups:
         if "adjust_percent" in group.schedule.variables:
             yield f"the plan adjusts the number of prefills to their work; {engine}'s is only limited"
@@ -286,12 +287,22 @@ def layer_partition(placement: Placement, own: Callable[[int, int], Sequence[int
 def in_flight_limit(plan: Plan) -> int | None:
     """Requests that one server may have, queued ones included, before the bound on latency breaks; None without one.
 
-    Source: Little's law, with as many requests always in flight: each is answered after that many over the throughput.
+    Source: Little's law, with as many requests always in flight: batches are full, and each request is answered after
+    that many over what they serve a second.
     """
-    found = plan.replay or plan.estimate
-    if found is None or plan.bound is None or plan.bound.seconds == float("inf"):
+    throughput = plan.full_throughput
+    if throughput is None or plan.bound is None or plan.bound.seconds == float("inf"):
         return None
-    return max(int(found.throughput * plan.bound.seconds / plan.num_replicas), 1)
+    return max(int(throughput * plan.bound.seconds / plan.num_replicas), 1)
+
+
+def unlimited_remark(plan: Plan) -> Iterator[str]:
+    """Of a plan for a rate whose bound gives no limit, as its figures do not say what a server could serve."""
+    if plan.bound and math.isfinite(plan.bound.seconds) and plan.has_arrivals and plan.full_throughput is None:
+        yield (
+            "the plan does not say what its replicas serve with full batches (capacity), so its bound gives no limit "
+            "on the queue; `exeplan simulate` adds that to a plan of equal replicas"
+        )
 
 
 def queue_remark(plan: Plan, engine: str) -> Iterator[str]:
@@ -399,6 +410,7 @@ def common_remarks(plan: Plan, engine: str, cached: str) -> Iterator[str]:
         )
     if not placed_together(plan) and plan.device != "cpu":
         yield from _hosts_remarks(plan)
+    yield from unlimited_remark(plan)
     yield cache_remark(cached)
 
 

@@ -214,12 +214,14 @@ def simulate_plan(
         replace(group, kv_cache_tokens=group.kv_cache_tokens or kv_cache_tokens(one, group.schedule))
         for one, group in alone
     )
+    full = full_batches(alone) if problem.arrivals else None
     filled = replace(
         with_headroom(replace(plan, replay=replayed), problems),
         estimate=promised(replayed, estimates[0])
         if problem.arrivals
         else together(estimates, [group.num_replicas for group in plan.groups]),
         kv_cache_tokens=first.kv_cache_tokens,
+        capacity=full.of_each(plan.num_replicas) if full and not more else plan.capacity,
         more_replicas=tuple(more),
         search={**plan.search, "replays": 1} if plan.search else plan.search,
         model_fingerprint=profile.model.fingerprint,
@@ -239,7 +241,7 @@ def simulate_plan(
         run=run.replicas[0] if isinstance(run, RoutedRun) else run,
         routed=run if isinstance(run, RoutedRun) else None,
         steady_state=steady_state,
-        full=full_batches(alone) if problem.arrivals else None,
+        full=full,
         groups=tuple(
             GroupFigures(group=group, estimate=one, replay=each)
             for group, one, each in zip(plan.groups, estimates, of_groups, strict=True)

@@ -1,8 +1,8 @@
 """Admission: which requests are admitted, according to the plan.
 
 The queue is bounded; in addition a request may be refused early because it would be late. Its wait is the number of
-sequences ahead in the queue over the plan's throughput. Its own time is what the plan predicts for a prefill and the
-requested output tokens, at most for an output of the length that the bound is on.
+sequences ahead in the queue over what the plan serves with full batches, as there is a queue. Its own time is what the
+plan predicts for a prefill and the requested output tokens, at most for an output of the length that the bound is on.
 Not here: what a request may ask for (`protocol`).
 """
 
@@ -31,17 +31,23 @@ class Admission:
         if self.refuse_late and not (bounds and (plan.replay or plan.estimate)):
             lacks = "an estimate; `exeplan simulate` adds one" if bounds else "a bound; give `exeplan optimize` one"
             raise InputError(f"--admission refuse-late needs the plan's predictions, but the plan lacks {lacks}")
+        if self.refuse_late and plan.full_throughput is None:
+            raise InputError(
+                "--admission refuse-late needs what the plan serves with full batches, but the plan, for a rate, lacks "
+                "its capacity; `exeplan simulate` adds it to a plan of equal replicas"
+            )
 
     def adopt(self, plan: Plan) -> None:
         """Follows this plan from now on. Raises as `check`."""
         self.check(plan)
         self._bounds = bounds_of(plan)
         self._estimate: Estimate | None = plan.replay or plan.estimate
+        self._throughput = plan.full_throughput or (self._estimate.throughput if self._estimate else 0.0)
 
     def wait(self, num_waiting: int) -> float:
-        """Seconds until a request that arrives now begins, as predicted; 0 for a plan without a throughput."""
-        throughput = self._estimate.throughput if self._estimate else 0.0
-        return num_waiting / throughput if throughput > 0 else 0.0
+        """Seconds until a request that arrives now begins, as predicted; 0 for a plan without a throughput, and at most
+        so many for one for a rate that lacks its capacity."""
+        return num_waiting / self._throughput if self._throughput > 0 else 0.0
 
     def retry_after(self, num_waiting: int) -> int:
         """Whole seconds until the waiting sequences have begun, as predicted, 1 to 60."""

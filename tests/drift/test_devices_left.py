@@ -115,6 +115,18 @@ def test_one_replica_changes_and_the_others_keep_their_places_and_devices(plan):
     assert service_plan(three, {}) is three
 
 
+@pytest.mark.parametrize("share", [0.3, 1.5])
+def test_at_a_rate_capacities_stay_those_of_full_batches(plan: Plan, share: float) -> None:
+    """Also where the rate is given up on the devices left."""
+    most = alone(plan).estimate.throughput
+    at_rate = replace(plan, arrival_rate=share * most, capacity=3 * most, estimate=alone(plan).estimate)
+    left = plan_for_left(at_rate, 0, [[0]]).plan
+    assert service_plan(at_rate, {0: left}).full_throughput == pytest.approx(most, rel=0.2)
+    two = replace(at_rate, replicas=(0, 2), router="shortest-queue", arrival_rate=2 * share * most)
+    whole = service_plan(two, {1: plan_for_left(two, 1, [[3]]).plan})
+    assert [one.capacity for one in single_plans(whole)] == [3 * most, pytest.approx(most, rel=0.2)]
+
+
 def test_fewer_devices_hold_as_many_fewer_requests(plan):
     for most, rows in ((8, 4), (3, 1)):
         schedule = plan_for_left(replace(plan, max_seqs=most), 0, [[0]]).plan.schedule

@@ -170,6 +170,17 @@ def test_who_would_wait_beyond_the_bound_is_not_let_in() -> None:
     assert "--max-num-queued-reqs" not in options(replace(bounded, bound=Bound(seconds=float("inf"))))
 
 
+def test_at_a_rate_the_limit_is_what_full_batches_answer_within_the_bound() -> None:
+    """Not the rate itself: at 0.5 requests/s and 5 s two requests had been let in."""
+    slow = replace(ESTIMATE, throughput=0.5)
+    bounded = plan(bound=Bound(seconds=5.0), replay=slow, arrival_rate=0.5)
+    assert options(replace(bounded, capacity=30.0))["--max-num-queued-reqs"] == "150"
+    assert options(replace(bounded, capacity=30.0, replicas=(0, 8)))["--max-num-queued-reqs"] == "150"
+    assert "does not say" not in " ".join(exported(replace(bounded, capacity=30.0)).remarks)
+    assert "--max-num-queued-reqs" not in options(bounded)
+    assert "the plan does not say what its replicas serve with full batches" in " ".join(exported(bounded).remarks)
+
+
 def test_replicas_are_placed_on_hosts_and_ports() -> None:
     half = (Stage(devices=(0, 1, 2, 3), layers=(0, 80)),)
     found = exported(plan(placement=half, replicas=(0, 4, 8)))

@@ -136,6 +136,12 @@ def test_memory_is_that_of_the_rate_and_full_batches_are_named_apart() -> None:
     assert f"full batches: {full.residents:.0f} residents hold {full.kv_tokens:.0f} tokens" in text
     again = exeplan.simulate(optimum.plan, profile=profile, workload="S", cluster="a40", requests=500)
     assert again.full == full
+    # What limits on a queue, and waits in it, are told by: not by the rate.
+    assert optimum.plan.capacity == again.plan.capacity == pytest.approx(full.throughput / 2, rel=1e-3)
+    assert optimum.plan.full_throughput == pytest.approx(full.throughput, rel=1e-3)
+    assert optimum.plan.full_throughput > 1.5 * optimum.plan.replay.throughput
     backlog = exeplan.optimize(profile, "S", cluster="a40", gpus=2, latency_bound="12s", policy="orca")
     assert backlog.optimum.full is None
+    assert backlog.plan.capacity is None
+    assert backlog.plan.full_throughput == backlog.plan.replay.throughput
     assert "full batches" not in optimum_report(backlog.optimum, backlog.problem)

@@ -65,8 +65,10 @@ def solved(pipelines: Pipelines, division: Mapping[int, tuple[str, int]]) -> Opt
     found = tuple(_candidate(pipelines, policy) for policy in pipelines.policies)
     seeds = _seeds(pipelines, keys, counts)
     stalls = [one.longest_stall(group.schedule) for one, group in alone]
+    full = full_batches(alone) if pipelines.problem.arrivals else None
     plan = replace(
         plan,
+        capacity=full.of_each(plan.num_replicas) if full else plan.capacity,
         longest_stall=asdict(max(stalls, key=lambda stall: stall.seconds)),
         estimate=promised(proof.replayed, estimates[0]) if pipelines.problem.arrivals else together(estimates, counts),
         # What the order counts, too: pipelines of unequal replicas may have unequal numbers of seeds.
@@ -95,7 +97,7 @@ def solved(pipelines: Pipelines, division: Mapping[int, tuple[str, int]]) -> Opt
         unproven=tuple(filter(None, (too_short(one, group.schedule) for one, group in alone))),
         run=proof.run,
         order=ranked and ranked[0],
-        full=full_batches(alone) if pipelines.problem.arrivals else None,
+        full=full,
         groups=tuple(
             GroupFigures(group=group, estimate=one, replay=pipelines.proofs[key].replayed)
             for key, group, one in zip(keys, groups, estimates, strict=True)

@@ -61,6 +61,10 @@ class FullBatches:
     memory_bytes_per_gpu: float
     """Of the fullest GPU."""
 
+    def of_each(self, num_replicas: int) -> float:
+        """Requests/s of each of these, which are alike, to four digits."""
+        return float(f"{self.throughput / num_replicas:.4g}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracePart:

@@ -65,6 +65,18 @@ def test_waiting_and_own_time_together_must_keep_the_bound():
     assert "3 s late" in str(found)
 
 
+def test_at_a_rate_a_queue_is_worked_off_by_full_batches():
+    """Of two replicas that serve 5 requests/s each where 2 arrive."""
+    at_rate = {"arrival_rate": 2.0, "capacity": 5.0, "replicas": (0, 1), "router": "random"}
+    assert refusal(30, **at_rate) is None  # 3 s of waiting and 5 s for a long output: just in time.
+    assert refusal(60, **at_rate).code == "late"
+    assert refusal(100, refuse_late=False, **at_rate).retry_after == 10
+    unknown = {"arrival_rate": 2.0}
+    assert refusal(100, refuse_late=False, **unknown).retry_after == 50  # At most.
+    with pytest.raises(InputError, match=r"the plan, for a rate, lacks its capacity; `exeplan simulate` adds it"):
+        refusal(0, **unknown)
+
+
 def test_a_short_answer_may_wait_longer():
     assert refusal(13, max_tokens=1) is None  # 6.5 s and one prefill of 1 s.
     assert refusal(15, max_tokens=1).code == "late"

@@ -12,6 +12,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, ReplicaGroup, Schedule, servers
 from exeplan.errors import InputError
 from exeplan.export.interface import Instance, Join
+from exeplan.workload.arrivals import with_spare_places
 
 _USUAL_TOKENS = 16_384
 """Of a prefill pass: the most that one of these engines has by default."""
@@ -330,7 +331,8 @@ def refill_remark(plan: Plan, router: str) -> Iterator[str]:
 
 
 def most_rows(plan: Plan, group: ReplicaGroup) -> int | None:
-    """Requests of one server of an `rra` plan that run after a prefill, in the mean; None where nothing says so.
+    """Requests of one server of an `rra` plan that run after a prefill, in the mean; None where nothing says so. At a
+    rate with places for bursts: the mean of those that are there, full batches are seldom, and chance exceeds it often.
 
     Engines that prefill as many requests as they have places then prefill as many as the plan does, in the mean. Those
     that decode, by the plan's `decode_batch` or, of equal replicas, by Little's law, are fewer by half a prefill: the
@@ -341,6 +343,7 @@ def most_rows(plan: Plan, group: ReplicaGroup) -> int | None:
         if found is None or len(plan.groups) > 1:
             return None
         decoding = round(found.token_throughput * found.tpot / plan.num_replicas)
+        decoding = with_spare_places(max(decoding, 1)) if plan.has_arrivals else decoding
     return decoding + math.ceil(variables["prefill_batch"] / 2)
 
 

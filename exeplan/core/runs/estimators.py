@@ -181,7 +181,11 @@ def figure(
 
 def token_rate(times: TokenTimes, window: Window, *, most_freedom: float) -> Figure:
     """Output tokens a second; `most_freedom` as of `figure`."""
-    counts, seconds = times.num_between(window.edges), np.diff(window.edges)
+    return rate_of_blocks(times.num_between(window.edges), np.diff(window.edges), most_freedom=most_freedom)
+
+
+def rate_of_blocks(counts: Ints, seconds: Floats, *, most_freedom: float = math.inf) -> Figure:
+    """The same of [blocks] so many tokens in so many seconds."""
     rate = float(counts.sum() / seconds.sum())
     influences = (counts - rate * seconds) / seconds.sum()
     number = int(counts.sum())

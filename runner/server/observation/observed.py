@@ -1,6 +1,7 @@
 """What is observed: the service in the last minutes, by the definitions of an Estimate, in bounded memory.
 
-    throughput    requests finished a second; token_throughput their output tokens
+    throughput    output tokens in the window over its length (token_throughput), of all requests, and over the mean
+                  output of those that finished; None where tokens came and none did
     ttft          mean and percentiles of the requests whose first token came in the window
     latency       the one the bound is on. p99-length: the mean of the requests that got there in the window, where they
                   are `LEAST_GAPS`, or else the mean ttft and the mean gaps between tokens that ended in it; where
@@ -8,12 +9,12 @@
     others        tpot, percentiles, the share of requests within a bound and that within every bound (attainment): by
                   product limit, in which requests that run count as far as they have come. None where too few ended
     within        a percentile's or a mean's bound too; of an output longer than the planned p99, the first part counts
-    goodput       attainment times the requests finished a second
+    goodput       attainment times throughput
 
 Each is an estimate of `exeplan.core.runs.estimators`, with an interval and the number of observations in `evidence`.
 Times count from the start of the prefill; where the plan is for requests at a rate, from the arrival. Requests that
 wait for their prefill and those that were aborted are in none of these. A snapshot takes milliseconds for thousands of
-requests, whatever their tokens: gaps are added up by number, in blocks of time.
+requests, whatever their tokens: tokens are counted, and gaps added up by number, in blocks of time.
 Not here: counters since the start (`metrics`), and the law of lengths by which drift is judged.
 """
 
@@ -41,6 +42,7 @@ from exeplan.core.runs.estimators import (
     longest,
     mean_of,
     product,
+    rate_of_blocks,
     scaled,
     total_of_blocks,
 )
@@ -89,9 +91,11 @@ class Running:
 
 @dataclass(slots=True)
 class _Block:
-    """A part of the window: the gaps that ended in it, by their numbers from 1, and the sums of their seconds."""
+    """A part of the window: the tokens that came in it, and the gaps that ended in it, by their numbers from 1, with
+    the sums of their seconds."""
 
     begins: float
+    num_tokens: int = 0
     counts: "array[int]" = field(default_factory=lambda: array("q", [0]))
     sums: "array[float]" = field(default_factory=lambda: array("d", [0.0]))
 
@@ -131,8 +135,8 @@ class Snapshot:
     seconds: float
     """Length of the window."""
     num_requests: int
-    throughput: float
-    token_throughput: float
+    throughput: float | None
+    token_throughput: float | None
     ttft: float | None
     tpot: float | None
     latency: float | None
@@ -161,7 +165,8 @@ class Observed:
         self.timeline: deque[Tick] = deque(maxlen=round(TIMELINE_SECONDS / TICK_SECONDS))
         self._window: deque[Tick] = deque(maxlen=round(WINDOW_SECONDS / TICK_SECONDS))
         self._running: dict[str, Running] = {}
-        self._blocks: deque[_Block] = deque(maxlen=MOST_BLOCKS)
+        self._blocks: deque[_Block] = deque(maxlen=MOST_BLOCKS + 1)
+        """Those of the window, and the one before, which says how far back tokens were counted."""
         self.p99_output: int | None = None
         """The planned 99th percentile of the outputs, where it is known."""
         self.adopt(plan)
@@ -201,18 +206,25 @@ class Observed:
 
     def begun(self, request_id: str, *, start: float, first: float, num_tokens: int) -> None:
         """A request has had its first token; times in seconds from its arrival."""
-        self._running[request_id] = Running(self._clock(), start, first, first, num_tokens)
+        now = self._clock()
+        self._running[request_id] = Running(now, start, first, first, num_tokens)
+        self._block(now).num_tokens += num_tokens
 
     def delivered(self, request_id: str, *, num_tokens: int, seconds: float) -> None:
         """Further tokens, that many seconds after the last one; those delivered together have the mean gap."""
-        running, now = self._running[request_id], self._clock()
-        if not self._blocks or now - self._blocks[-1].begins >= _BLOCK_SECONDS:
-            self._blocks.append(_Block(now))
+        running, block = self._running[request_id], self._block(self._clock())
+        block.num_tokens += num_tokens
         counted = min(num_tokens, (self.p99_output or _MOST_NUMBERS) - running.num_tokens)
         if counted > 0:
-            self._blocks[-1].add(running.num_tokens, counted, seconds / num_tokens)
+            block.add(running.num_tokens, counted, seconds / num_tokens)
         running.num_tokens += num_tokens
         running.last += seconds
+
+    def _block(self, now: float) -> _Block:
+        """The one that this moment is in."""
+        if not self._blocks or now - self._blocks[-1].begins >= _BLOCK_SECONDS:
+            self._blocks.append(_Block(now))
+        return self._blocks[-1]
 
     def left(self, request_id: str) -> None:
         """A request no longer runs; one that never did is ignored."""
@@ -236,16 +248,13 @@ class Observed:
         seconds = max(now - opens, 1e-9)
         ticks = [tick for tick in self._window if tick.time >= now - WINDOW_SECONDS]
         found = self._evidence(_Requests.of(recent, self._running.values(), opens, now, waiting=self.waiting))
-        rate, kept = len(recent) / seconds, found.get("attainment")
-        if kept is not None:
-            every = Figure(value=rate, low=rate, high=rate, num_observations=len(recent), of="requests")
-            found["goodput"] = product(kept, every)
+        found |= self._rates(recent, now)
+        if "attainment" in found and "throughput" in found:
+            found["goodput"] = product(found["attainment"], found["throughput"])
         values = {name: each.value for name, each in found.items() if math.isfinite(each.value)}
         return Snapshot(
             seconds=seconds,
             num_requests=len(recent),
-            throughput=rate,
-            token_throughput=sum(r.output_tokens for r in recent) / seconds,
             **{name: values.get(name) for name in _FIGURES},
             prefill_batch=_ratio(sum(t.num_prefilled for t in ticks), sum(t.num_prefills for t in ticks)),
             decode_batch=_ratio(sum(t.num_decoded for t in ticks), sum(t.num_decodes for t in ticks)),
@@ -255,6 +264,23 @@ class Observed:
             within={b.metric: values[_within(b)] for b in self._bounds if _within(b) in values},
             evidence={name: each for name, each in found.items() if name in values},
         )
+
+    def _rates(self, recent: Sequence[Finished], now: float) -> dict[str, Figure]:
+        """Throughputs: tokens of all requests, those that run too, whether or not their requests are remembered."""
+        blocks = self._blocks_since(now - WINDOW_SECONDS)
+        opens = max(now - WINDOW_SECONDS, self._began)
+        if len(blocks) < len(self._blocks):  # The rest of a block that began before the window is counted in that one.
+            opens = max(opens, self._blocks[-len(blocks) - 1].begins + _BLOCK_SECONDS)
+        edges = np.array([opens, *(block.begins for block in blocks[1:]), max(now, opens + 1e-9)])
+        tokens = rate_of_blocks(np.array([block.num_tokens for block in blocks] or [0]), np.diff(edges))
+        number = sum(one.output_tokens for one in recent)
+        found = {"token_throughput": tokens}
+        if not number and tokens.value:
+            return found
+        return found | {"throughput": scaled(tokens, len(recent) / number if number else 1.0)}
+
+    def _blocks_since(self, opens: float) -> list[_Block]:
+        return [block for block in self._blocks if block.begins >= opens]
 
     def _evidence(self, seen: "_Requests") -> dict[str, Figure]:
         """Every figure of a snapshot that has one, infinite where too few requests have ended."""
@@ -284,13 +310,15 @@ class Observed:
         reached = seen.ended & (seen.tokens >= length)
         if seen.num_batches(reached) >= LEAST_BATCHES if self._apart else np.count_nonzero(reached) >= LEAST_GAPS:
             return mean_of(seen.times("length", length)[reached], seen.lasts[reached], seen.window)
-        blocks = [block for block in self._blocks if block.begins >= seen.window.closes - WINDOW_SECONDS]
+        blocks = self._blocks_since(seen.window.closes - WINDOW_SECONDS)
         if not blocks or max(seen.tokens, default=0) < length:
             return None
         counts, sums = np.zeros((len(blocks), length), dtype=np.int64), np.zeros((len(blocks), length))
         for row, block in enumerate(blocks):
             number = min(len(block.counts), length)
             counts[row, :number], sums[row, :number] = block.counts[:number], block.sums[:number]
+        if length > 1 and not counts.any():
+            return None
         some = longest(seen.tokens, np.ones(len(seen.tokens), dtype=bool), length)
         window = Window(edges=np.array([*(block.begins for block in blocks), seen.window.closes]))
         ttft = mean_of(seen.times("ttft")[some], seen.first_known[some], window)
@@ -299,7 +327,10 @@ class Observed:
         return figure(ttft.value + total, influences + spread, num_observations=int(counts.sum()), of="gaps")
 
 
-_FIGURES = ("ttft", "tpot", "latency", "latency_p50", "latency_p99", "attainment", "goodput")
+_FIGURES = (
+    *("throughput", "token_throughput", "ttft", "tpot", "latency", "latency_p50", "latency_p99"),
+    *("attainment", "goodput"),
+)
 """Of a Snapshot, those that are estimates."""
 
 

@@ -39,11 +39,19 @@ def finish(target, *, start=0.0, first=0.5, last=1.5, output_tokens=11):
     target.finish(start=start, first=first, last=last, input_tokens=7, output_tokens=output_tokens)
 
 
+def serve(target, *, start=0.0, first=0.5, last=1.5, output_tokens=11):
+    """A whole request, of which this process hears at once."""
+    target.begun("one", start=start, first=first, num_tokens=1)
+    target.delivered("one", num_tokens=output_tokens - 1, seconds=last - first)
+    target.left("one")
+    finish(target, start=start, first=first, last=last, output_tokens=output_tokens)
+
+
 def test_three_requests_by_hand(clock):
     seen = observed(clock)
     clock.now = 10.0
     for last in (1.5, 2.5, 3.5):
-        finish(seen, start=0.25, last=last)
+        serve(seen, start=0.25, last=last)
     found = seen.snapshot()
     assert (found.seconds, found.num_requests, found.throughput, found.token_throughput) == (10.0, 3, 0.3, 3.3)
     assert (found.ttft, found.tpot) == (0.25, pytest.approx(0.2))
@@ -97,7 +105,7 @@ def test_percentiles_attainment_and_goodput_are_those_of_the_bench(clock):
     seen.p99_output = 6
     clock.now = 10.0
     for first, last in ((0.3, 1.3), (0.5, 3.5), (0.4, 1.4)):
-        finish(seen, first=first, last=last)
+        serve(seen, first=first, last=last)
     found = seen.snapshot()
     assert found.percentiles == pytest.approx({"p50-ttft": 0.4, "p95-tpot": 0.3, "p60-all": 0.4})
     assert found.within == pytest.approx({"p99-length": 1.0, "p50-ttft": 2 / 3, "p95-tpot": 2 / 3, "p60-all": 2 / 3})
@@ -114,6 +122,44 @@ def run(target, clock, name, *, until, pace=0.5):
     while clock.now + pace <= until:
         clock.now += pace
         target.delivered(name, num_tokens=1, seconds=pace)
+
+
+def stream(target, clock, names, *, until, pace=0.5):
+    """As `run`, of requests that begin and go on together."""
+    for name in names:
+        target.begun(name, start=0.0, first=0.0, num_tokens=1)
+    while clock.now + pace <= until:
+        clock.now += pace
+        for name in names:
+            target.delivered(name, num_tokens=1, seconds=pace)
+
+
+def test_tokens_of_requests_that_run_are_throughput(clock):
+    """None of 64 has finished yet: their tokens had been none a second."""
+    seen = observed(clock)
+    assert (seen.snapshot().throughput, seen.snapshot().token_throughput) == (0.0, 0.0)
+    stream(seen, clock, range(64), until=120.0)
+    found = seen.snapshot()
+    assert found.token_throughput == pytest.approx(64 * 241 / 120)
+    assert found.throughput is None
+    figure = found.evidence["token_throughput"]
+    assert (figure.num_observations, figure.of) == (64 * 241, "tokens")
+    assert figure.low < figure.value < figure.high < 1.1 * figure.value
+    finish(seen, first=0.0, last=120.0, output_tokens=241)
+    assert seen.snapshot().throughput == pytest.approx(64 / 120)
+    assert seen.snapshot().evidence["throughput"].high > 64 / 120
+
+
+def test_rates_are_of_the_last_minutes(clock):
+    seen = observed(clock)
+    stream(seen, clock, "a", until=1000.25, pace=0.25)
+    for later in (0.0, 10.0, 24.0):
+        clock.now = 1000.25 + later
+        assert seen.snapshot().token_throughput == pytest.approx(4 * (300 - later) / 300, rel=0.01)
+    clock.now = 1200.25
+    assert seen.snapshot().token_throughput == pytest.approx(4 * 100 / 300, rel=0.25)  # A block of 25 s more or less.
+    clock.now = 1400.25
+    assert seen.snapshot().token_throughput == 0.0
 
 
 def test_requests_that_run_count_as_far_as_they_have_come(clock):
@@ -196,8 +242,9 @@ def test_old_requests_are_forgotten_and_memory_is_bounded(clock):
     finish(seen)
     clock.now = WINDOW_SECONDS + 1
     assert seen.snapshot().num_requests == 0
+    seen.begin()
     for _ in range(MAX_REQUESTS + 100):
-        finish(seen)
+        serve(seen)
         seen.step(Stats(num_running=1, iteration_tokens=1, num_decode=1))
         clock.now += 0.01
     found = seen.snapshot()

@@ -27,11 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from exeplan.core.profile import load_profile, save_profile
     from exeplan.errors import InputError
+    from exeplan.outputs import check_output
     from exeplan.profiler.calibration.calibrate import calibrate
     from exeplan.profiler.calibration.predict import OPTIONS
     from exeplan.profiler.calibration.read_runs import Defaults, read_runs
     from exeplan.progress import Shown
 
+    output = args.output or Path(args.profile)
+    check_output(output)
     profile = load_profile(Path(args.profile))
     if profile.more_threads:
         counts = ", ".join(map(str, profile.thread_counts))
@@ -54,14 +57,14 @@ def run(args: argparse.Namespace) -> int:
     files = [read_runs(path, defaults) for path in args.runs]
     with Shown("calibrate") as shown:
         found = calibrate(profile, [run for file in files for run in file.runs], told=shown)
-    output = args.output or Path(args.profile)
-    save_profile(found.profile, output)
     if (name := found.runs[0][0].engine) not in OPTIONS:
         print(f"note: how {name} admits requests is not known here; its runs were replayed as vllm admits them")
     for remark in (remark for file in files for remark in file.remarks):
         print(f"note: {remark}")
     print(_table(found))
-    print(f"\n{found.profile.correction.said if found.profile.correction else ''}\nwrote {output}")
+    print(f"\n{found.profile.correction.said if found.profile.correction else ''}")
+    save_profile(found.profile, output)
+    print(f"wrote {output}")
     return 0
 
 

@@ -47,9 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from exeplan.outputs import check_output
     from exeplan.units import seconds, seconds_of_run, show_seconds
 
     require("the demo", *SERVING, "matplotlib")
+    check_output(args.dir / "demo.png")
     began, duration = time.monotonic(), seconds_of_run(args.duration, "--duration")
     budget = seconds_of_run(args.budget, "--budget")
     asked = seconds(args.latency_bound, "--latency-bound") if args.latency_bound else None
@@ -93,7 +95,6 @@ def _profiled(args: argparse.Namespace, budget: float) -> "tuple[ModelSpec, Prof
     check_family(spec)
     note(spec.remarks)
     path = args.dir / f"{Path(args.model).name}.profile.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     profile_model(spec, output=path, budget_seconds=budget)
     return spec, profile_for(spec, api.load_profile(path))
 

@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.drift.trace import arrivals_of, look_times, play_trace
     from exeplan.drift.watch import Watch
     from exeplan.errors import InputError
+    from exeplan.outputs import check_output
     from exeplan.planner.choice.optimize import resolve_policies
     from exeplan.planner.load_problem import other_times, plan_problem, read_plan
     from exeplan.planner.reports.tables import json_line
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.workload.arrivals import parse_rate
     from exeplan.workload.files import load_workload
 
+    if args.output:
+        check_output(args.output)
     plan = read_plan(args.plan)
     problem = plan_problem(plan, profile=args.profile or api.plan_profile(plan), workload=args.workload)
     if args.profile is None:
@@ -75,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
     played = play_trace(watch, problem, workload.trace, arrivals, predict=args.json)
     looks = list(followed(played, "drift", count=len(look_times(watch, arrivals))))
     adopted = [look.adopted for look in looks if look.adopted]
+    print(json_line(_as_json(plan, looks, workload.source)) if args.json else _text(plan, looks))
     if args.output and adopted:
         save_proposal(adopted[-1], args.output)
-    print(json_line(_as_json(plan, looks, workload.source)) if args.json else _text(plan, looks))
     if args.output and not adopted:
         raise InputError(f"no plan to write to {args.output}: none would have been adopted")
     return 0

@@ -77,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from exeplan.outputs import check_output
+
+    check_output(args.output)
     if args.model == "import":
         _refuse(
             args,

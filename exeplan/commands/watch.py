@@ -87,6 +87,7 @@ def _sidecar(args: argparse.Namespace) -> "Sidecar":
     from exeplan.commands.drift import rules_of
     from exeplan.core.profile import load_profile, save_profile
     from exeplan.errors import InputError
+    from exeplan.outputs import check_output
     from exeplan.planner.load_problem import plan_sizes, read_plan
     from exeplan.profiler.datasheets.engine_constants import engine_policies
     from exeplan.runner.engine_watch.readings import ENGINES
@@ -109,6 +110,7 @@ def _sidecar(args: argparse.Namespace) -> "Sidecar":
     )
     if server.output.resolve() == args.plan.resolve():
         raise InputError(f"--output is the plan that the server runs, {args.plan}; name another file")
+    check_output(server.output)
     if by_datasheet:
         path = server.output.with_name(f"{server.output.stem}-profile.json")
         save_profile(by_datasheet, path)

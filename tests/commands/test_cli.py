@@ -299,6 +299,23 @@ def test_simulate_answers_a_mistake_in_one_sentence(
         (["bench", "hand.yaml", "--fit-context"], "exeplan bench: --fit-context goes with URL; a plan states what"),
         (["bench", "http://a:1", "--timeline", "t.json"], "exeplan bench: --timeline goes with PLAN, whose passes are"),
         (
+            ["bench", "hand.yaml", "--timeline", "t.gif"],
+            "exeplan bench: a timeline is a .json, .png, .svg or .pdf file",
+        ),
+        (["bench", "hand.yaml", "--timeline", "p.json/t.json"], "exeplan bench: cannot write p.json/t.json: "),
+        (["bench", "hand.yaml", "--engine-timeline", "p.json/t.json"], "exeplan bench: cannot write p.json/t.json: "),
+        (
+            ["drift", "t.csv", "--plan", "hand.yaml", "-o", "p.json/d.yaml"],
+            "exeplan drift: cannot write p.json/d.yaml: ",
+        ),
+        (["calibrate", "p.json", "runs.csv", "-o", "p.json/c.json"], "exeplan calibrate: cannot write p.json/c.json: "),
+        (["profile", "demo", "-o", "p.json/x.json"], "exeplan profile: cannot write p.json/x.json: "),
+        (["profile", "demo", "--engine", "vllm", "-o", "."], "exeplan profile: cannot write .: it is a directory"),
+        (
+            ["watch", "hand.yaml", "--engine=vllm", "--model=m", "--metrics=http://a:1", "-o", "p.json/w.yaml"],
+            "exeplan watch: cannot write p.json/w.yaml: ",
+        ),
+        (
             ["bench", "hand.yaml", "--url", "http://a:1", "--engine-timeline", "t.json"],
             "exeplan bench: --engine-timeline goes with PLAN alone; the engine is the server's",
         ),

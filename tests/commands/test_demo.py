@@ -42,6 +42,7 @@ def test_the_demo_ends_with_two_errors_for_every_policy_and_a_picture(folder: Pa
         ("--duration", "0s", "--duration must be above zero, found '0s'"),
         ("--duration", "inf", "--duration must be at most 30 days (720h), found 'inf'"),
         ("--budget", "inf", "--budget must be at most 30 days (720h), found 'inf'"),
+        ("--dir", "README.md", f"cannot write README.md/demo.png: {Path('README.md').resolve()} is not a directory"),
         ("--latency-bound", "soon", "--latency-bound must be a duration such as 2s, 500ms or 1m, found 'soon'"),
     ],
 )

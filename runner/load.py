@@ -26,7 +26,7 @@ from exeplan.core.runs.metrics import RequestRecord
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
-from exeplan.progress import note
+from exeplan.progress import SILENT, Told, note
 from exeplan.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -228,6 +228,7 @@ def play_engine(
     vocab_size: int,
     reference: "RepeatedPasses | None" = None,
     seconds: float = math.inf,
+    told: Told = SILENT,
 ) -> EngineRun:
     """Runs the load on an engine in this process, with reference passes between its steps.
 
@@ -280,6 +281,7 @@ def play_engine(
             if output.finish_reason is not None:
                 index, expired = int(output.request_id), output.finish_reason == "expired"
                 done[index] = _record(load, index, in_flight.pop(output.request_id), expired=expired)
+                told(f"{len(done)} of {len(requests)} requests", len(done) / len(requests))
         for step in engine.last_steps or (None,):
             ends(step)
         if reference and reference.repeat_if_due() and reference.at_once:
@@ -332,6 +334,7 @@ async def play_url(
     tls_ca: Path | None = None,
     stream: bool = True,
     at_once: int = AT_ONCE,
+    told: Told = SILENT,
 ) -> list[RequestRecord]:
     """Runs the load on an OpenAI-compatible server; raises InputError when it does not answer as one.
 
@@ -371,8 +374,17 @@ async def play_url(
                         raise InputError(str(refusal)) from None
                     gate.limit = gate.inside
 
+        done = 0
+
+        async def counted(index: int) -> RequestRecord:
+            nonlocal done
+            record = await one(index)
+            done += 1
+            told(f"{done} of {number} requests", done / number)
+            return record
+
         try:
-            records = list(await asyncio.gather(*(one(index) for index in range(number))))
+            records = list(await asyncio.gather(*(counted(index) for index in range(number))))
         except (aiohttp.ClientError, OSError) as error:
             raise InputError(f"{asked} does not answer: {error or type(error).__name__}") from None
     if gate.limit < at_once:
@@ -612,6 +624,7 @@ def server_root(url: str) -> str:
 
 def served_model(url: str, api_key: str | None = None, tls_ca: Path | None = None) -> ServedModel:
     """The model that a server serves. Raises InputError when the server does not list it."""
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -629,5 +642,5 @@ def served_model(url: str, api_key: str | None = None, tls_ca: Path | None = Non
         raise InputError(f"{asked} does not list the models: {error}") from None
     except urllib.error.URLError as error:
         raise InputError(f"{asked} does not answer: {error.reason}") from None
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{asked} does not list the models: {error or type(error).__name__}") from None

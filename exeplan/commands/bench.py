@@ -103,7 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from exeplan.errors import InputError
     from exeplan.extras import SERVING, require
+    from exeplan.outputs import check_output
     from exeplan.runner.load import server_root
+    from exeplan.simulator.timeline import check_timeline
 
     args.plan = Path(args.target) if args.target else None
     if args.target and args.target.startswith(("http://", "https://")):
@@ -120,6 +122,10 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--seed must be at least 0, found {args.seed}")
     if args.engine_timeline and args.url:
         raise InputError("--engine-timeline goes with PLAN alone; the engine is the server's")
+    if args.timeline:
+        check_timeline(args.timeline)
+    for path in filter(None, (args.timeline, args.engine_timeline)):
+        check_output(path)
     if args.plan is None:
         if args.timeline:
             raise InputError("--timeline goes with PLAN, whose passes are predicted")
@@ -162,12 +168,6 @@ def _bench_plan(args: argparse.Namespace) -> int:
     replayed = None
     if prediction is not None:
         replayed = summarize(prediction.requests, p99_output=p99, bounds=bounds, backlog=load.backlog)
-        if args.timeline:
-            from exeplan.simulator.timeline import write_timeline
-
-            write_timeline(
-                prediction.replicas[0], args.timeline, title=f"{plan.schedule} on {workload.name}, predicted"
-            )
     summary = partial(summarize, p99_output=p99, bounds=bounds, backlog=load.backlog)
     split = _Split.of(shared, prediction, plan, summary) if shared and load.backlog else None
     client = _Client.of(records, counted) if args.url else None
@@ -194,6 +194,10 @@ def _bench_plan(args: argparse.Namespace) -> int:
     )
     if split is None and even is None and slowed is None and not args.json:
         print(f"\nno figures at the speed of the profile: {_why_no_split(shared)}")
+    if args.timeline and prediction is not None:
+        from exeplan.simulator.timeline import write_timeline
+
+        write_timeline(prediction.replicas[0], args.timeline, title=f"{plan.schedule} on {workload.name}, predicted")
     return 0
 
 
@@ -394,6 +398,7 @@ def _play(
     args: argparse.Namespace, plan: "Plan", spec: "ModelSpec", load: "Load", profile: "Profile | None"
 ) -> "tuple[list[RequestRecord], EngineRun | None, ServerRun | None]":
     """The records and, of an engine in this process, the whole run; of a server, what it counted."""
+    from exeplan.progress import Shown
     from exeplan.runner.load import play_engine, served_model
 
     if args.url:
@@ -407,10 +412,10 @@ def _play(
     from exeplan.runner.engine_process.build import build_engine, engine_setup
 
     setup = engine_setup(plan, spec, dummy_weights=args.weights == "dummy", timeline=args.engine_timeline)
-    with closing(build_engine(setup)) as engine:
+    with closing(build_engine(setup)) as engine, Shown("bench") as shown:
         passes = profile.reference_passes if profile else ()
         reference = engine.reference_passes(passes)
-        played = play_engine(engine, load, vocab_size=spec.vocab_size, reference=reference)
+        played = play_engine(engine, load, vocab_size=spec.vocab_size, reference=reference, told=shown)
     return played.records, played, None
 
 
@@ -422,22 +427,25 @@ def _play_url(
     import asyncio
     import time
 
+    from exeplan.progress import Shown
     from exeplan.runner.load import AT_ONCE, authorization, play_url
     from exeplan.runner.server_counters import between, read_counters
 
     read = partial(read_counters, args.url, authorization(args.api_key), args.tls_ca)
     before = read()
-    playing = play_url(
-        args.url,
-        load,
-        model=model,
-        vocab_size=vocab_size,
-        stream=not args.no_stream,
-        api_key=args.api_key,
-        tls_ca=args.tls_ca,
-        at_once=max(AT_ONCE, 2 * seats),
-    )
-    records = asyncio.run(playing)
+    with Shown("bench") as shown:
+        playing = play_url(
+            args.url,
+            load,
+            model=model,
+            vocab_size=vocab_size,
+            stream=not args.no_stream,
+            api_key=args.api_key,
+            tls_ca=args.tls_ca,
+            at_once=max(AT_ONCE, 2 * seats),
+            told=shown,
+        )
+        records = asyncio.run(playing)
     time.sleep(_SETTLE_SECONDS if before else 0.0)
     after = read() if before else None
     return records, between(before, after) if before and after else None

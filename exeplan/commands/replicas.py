@@ -89,6 +89,7 @@ def _await(args: argparse.Namespace, found: list[dict[str, Any]], patience: floa
 
 def _ask(args: argparse.Namespace, change: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """The replicas after a change. Raises InputError with the server's reason where it refuses, or does not answer."""
+    import http.client
     import json
     import urllib.error
     import urllib.request
@@ -109,7 +110,7 @@ def _ask(args: argparse.Namespace, change: Mapping[str, Any] | None) -> list[dic
         raise InputError(_reason(args.url, error.code, error.read())) from None
     except urllib.error.URLError as error:
         raise InputError(f"{args.url} does not answer: {error.reason}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{args.url} is no server of exeplan: {error or type(error).__name__}") from None
 
 

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import socketserver
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exeplan.cli import main
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.runs.metrics import RequestRecord, summarize
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
+from exeplan.progress import SILENT, Told
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine_process.build import build_engine, engine_setup
 from exeplan.runner.load import Load, draw_load, play_engine, play_url, served_model
@@ -64,6 +68,23 @@ def test_a_backlog_is_there_before_the_first_pass_which_it_does_not_delay(
     run = play_engine(engine, Load(input_tokens=np.full(3, 5), output_tokens=np.full(3, 2)), vocab_size=2048)
     assert run.wall[-1] < 1.5
     assert [record.arrival for record in run.records] == [0.0, 0.0, 0.0]
+
+
+def test_a_load_says_how_far_it_is(engine: Engine) -> None:
+    here, there = Said(), Said()
+    play_engine(engine, Load(input_tokens=np.array([5, 9]), output_tokens=np.array([4, 1])), vocab_size=2048, told=here)
+    play_on(lambda _: (200, 8 * CHUNK + DONE), told=there)
+    assert here.said == there.said == [("1 of 2 requests", 0.5), ("2 of 2 requests", 1.0)]
+
+
+class Said(Told):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, float]] = []
+
+    def __call__(self, title: str, share: float) -> None:
+        self.said.append((title, share))
 
 
 def test_a_closed_loop_of_one_runs_the_requests_one_after_the_other(engine: Engine) -> None:
@@ -124,6 +145,32 @@ def test_a_url_without_a_server_is_said_in_one_sentence(url: str, message: str) 
     with pytest.raises(InputError, match=message) as found:
         served_model(url)
     assert "<" not in str(found.value)
+
+
+@pytest.mark.parametrize("reply", [b"SSH-2.0-OpenSSH_9.6\r\n", b""])
+def test_what_speaks_no_http_is_no_server(reply: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with socketserver.TCPServer(("127.0.0.1", 0), _says(reply)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        with pytest.raises(InputError, match="/v1/models does not list the models: "):
+            served_model(url)
+        assert main(["replicas", url]) == 2
+        assert capsys.readouterr().err.startswith(f"exeplan replicas: {url} is no server of exeplan: ")
+        server.shutdown()
+
+
+def _says(reply: bytes) -> type[socketserver.BaseRequestHandler]:
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(4096)
+            self.request.sendall(reply)
+
+    return Handler
+
+
+def test_a_port_that_is_no_number_is_said_in_one_sentence() -> None:
+    with pytest.raises(InputError, match="nonnumeric port"):
+        served_model("http://127.0.0.1:80O0")
 
 
 class Server:
@@ -214,7 +261,11 @@ def usage(num_tokens: int) -> bytes:
 
 
 def play_on(
-    answer: Callable[[dict[str, Any]], tuple[int, bytes]], *, stream: bool = True, num_requests: int = 2
+    answer: Callable[[dict[str, Any]], tuple[int, bytes]],
+    *,
+    stream: bool = True,
+    num_requests: int = 2,
+    told: Told = SILENT,
 ) -> list[RequestRecord]:
     """Requests of 8 tokens, one after the other, on a server that answers a body so."""
 
@@ -231,7 +282,7 @@ def play_on(
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
             url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
             load = Load(input_tokens=np.full(num_requests, 3), output_tokens=np.full(num_requests, 8), concurrency=1)
-            return await play_url(url, load, model="m", vocab_size=50, stream=stream)
+            return await play_url(url, load, model="m", vocab_size=50, stream=stream, told=told)
 
     return asyncio.run(run())
 

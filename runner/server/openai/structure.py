@@ -61,12 +61,22 @@ def tool_grammar(functions: Sequence[Function], tools: ToolFormat, special: Mapp
     ]
     rest = MAX_SCHEMA_CHARS
     for number, function in enumerate(functions):
-        given = _NO_ARGUMENTS if function.parameters is None else function.parameters
-        schema = _schema(given, f"the parameters of {function.name}", most=rest)
+        schema = _schema(_arguments(function), f"the parameters of {function.name}", most=rest)
         rest -= len(schema)
         before, after = (_text(text.replace(NAME, function.name), special) for text in written.call)
         rules += [f"f{number}: {before} a{number} {after}", f"a{number}: %json {schema}"]
     return LLMatcher.grammar_from_lark("\n".join(rules))
+
+
+def _arguments(function: Function) -> Mapping[str, Any]:
+    """The schema of its arguments, which are an object even where it does not say so. Raises RequestError where it
+    says otherwise."""
+    if function.parameters is None:
+        return _NO_ARGUMENTS
+    name, kind = f"the parameters of {function.name}", function.parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise RequestError(f"{name} must be those of an object, found the type {json.dumps(kind)}", param=name)
+    return {**function.parameters, "type": "object"}
 
 
 def _text(text: str, special: Mapping[str, int]) -> str:

@@ -14,6 +14,7 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from exeplan.core.models.model import load_model_spec
@@ -340,12 +341,37 @@ def test_a_grammar_of_calls_is_sound(form: str, single: bool) -> None:
     vocabulary = structure_tokenizer(load_model_spec("demo"))
     tools = ToolFormat(name=form, functions=("weather", "clock"), single=single)
     check_grammar(vocabulary, tool_grammar([Function(name="clock"), Function(**WEATHER["function"])], tools))
-    wrong = Function(name="clock", parameters={"type": "what"})
+    wrong = Function(name="clock", parameters={"properties": {"at": {"type": "what"}}})
     with pytest.raises(InputError):
         check_grammar(vocabulary, tool_grammar([wrong], tools))
     large = Function(name="clock", parameters={"enum": ["x" * 40_000]})
     with pytest.raises(RequestError, match="a schema may have at most 65536 characters in all"):
         tool_grammar([large, large], tools)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None,
+        {},
+        {"properties": {"a": {"type": "integer"}}},
+        {"type": ["object", "null"]},
+        {"anyOf": [{}, {"maxProperties": 1}]},
+    ],
+    ids=str,
+)
+def test_arguments_are_an_object_where_a_schema_does_not_say_so(parameters: dict[str, Any] | None) -> None:
+    tools = ToolFormat(name="hermes", functions=("clock",), single=True)
+    grammar = tool_grammar([Function(name="clock", parameters=parameters)], tools)
+    tokenizer = LLTokenizer("byte")
+
+    def allows(arguments: str) -> bool:
+        text = f'<tool_call>\n{{"name": "clock", "arguments": {arguments}}}\n</tool_call>'
+        matcher = LLMatcher(tokenizer, grammar)
+        return matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting()
+
+    assert allows("{}")
+    assert not any(map(allows, ("null", '"x"', "[]", "3")))
 
 
 @pytest.fixture(scope="module")
@@ -439,10 +465,15 @@ def test_without_a_choice_of_tools_the_model_is_not_told_of_them(callers: Runnin
     assert num_prompt_tokens(tools=TOOLS, tool_choice="none") == num_prompt_tokens() < num_prompt_tokens(tools=TOOLS)
 
 
+def tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]}, "Invalid type"),
+        ({"tools": [tool({"properties": {"a": {"type": "x"}}})]}, "Invalid type"),
+        ({"tools": [tool({"type": "array"})]}, "must be those of an object"),
         ({"response_format": {"type": "json_object"}}, "tools and response_format exclude each other"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tools; there are clock, weather"),
         (
@@ -450,7 +481,7 @@ def test_without_a_choice_of_tools_the_model_is_not_told_of_them(callers: Runnin
             "call of f",
         ),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_wrong_tools_get_400_and_one_sentence(callers: Running, fields: dict[str, Any], words: str) -> None:
     body = {"messages": [ASK], "tools": TOOLS, "tool_choice": "required", **fields}

@@ -253,7 +253,13 @@ def test_answers_that_wait_for_their_turn_go_when_the_server_shuts_down(launch, 
 
 
 @pytest.mark.parametrize(
-    ("proxies", "known"), [((), "127.0.0.1"), (("127.0.0.1",), "192.0.2.7"), (("10.0.0.0/8",), "127.0.0.1")]
+    ("proxies", "known"),
+    [
+        ((), "127.0.0.1"),
+        (("127.0.0.1",), "192.0.2.7"),
+        (("127.0.0.0/8",), "192.0.2.7"),
+        (("10.0.0.0/8",), "127.0.0.1"),
+    ],
 )
 def test_only_trusted_proxies_name_the_client(proxies, known):
     seen = []

@@ -89,6 +89,8 @@ class ServeOptions:
             raise InputError(f"--max-queue must be at least 1, found {self.max_queue}")
         if self.api_key == "":
             raise InputError("--api-key must not be empty; leave it out to serve without one")
+        if self.api_key is not None and self.api_key != self.api_key.strip():
+            raise InputError("--api-key or $EXEPLAN_API_KEY begins or ends with white space, which no client can send")
         if not 0 < self.request_seconds < math.inf:
             raise InputError(f"--request-timeout must be a positive time, found {self.request_seconds:g} s")
         if self.metrics_aliases not in (None, *ALIASES):
@@ -123,3 +125,6 @@ def _check_origin(origin: str) -> None:
     parts = urlsplit(origin)
     if parts.scheme not in ("http", "https") or not parts.netloc or f"{parts.scheme}://{parts.netloc}" != origin:
         raise InputError(f"--cors-origin must be an origin such as https://chat.example.org, found '{origin}'")
+    plain = origin.lower().removesuffix({"http": ":80", "https": ":443"}[parts.scheme])
+    if plain != origin:
+        raise InputError(f"--cors-origin must be as browsers send it, {plain}, found '{origin}'")

@@ -113,6 +113,9 @@ def test_wrong_options_end_with_status_2_and_one_sentence(tmp_path, capsys):
         ["--request-timeout", "soon"],
         ["--cors-origin", "chat.example.org"],
         ["--cors-origin", "*"],
+        ["--cors-origin", "https://Chat.example.org"],
+        ["--cors-origin", "https://chat.example.org:443"],
+        ["--cors-origin", "http://chat.example.org:80"],
         ["--allowed-host", "https://llm.example.org"],
         ["--allowed-host", "llm.example.org:443"],
         ["--metrics-aliases", "tgi"],
@@ -120,6 +123,8 @@ def test_wrong_options_end_with_status_2_and_one_sentence(tmp_path, capsys):
         ["--log-level", "loud"],
         ["--replan", "perhaps"],
         ["--api-key", ""],
+        ["--api-key", "secret\n"],
+        ["--api-key", " secret"],
     ):
         assert main(["serve", str(tmp_path / "none.yaml"), *wrong]) == 2
         error = capsys.readouterr().err

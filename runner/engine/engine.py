@@ -485,6 +485,8 @@ class Engine:
     def _book(self, request: RequestState, token: SampledToken | None, now: float) -> Output:
         if token is None:
             self._drop(request)
+            if self._executor.async_scheduling:  # Its batch is complete already: those that are kept leave now.
+                self._dismiss_kept()
             return output_of(request, now, reason="error" if request.sampling.structure is None else "structure")
         request.token_ids.append(token.token_id)
         ended = token.token_id in request.end_token_ids

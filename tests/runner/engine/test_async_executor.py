@@ -182,6 +182,18 @@ def test_a_request_that_breaks_a_pass_fails_alone_while_others_run(runner, sched
     assert is_clean(engine, failing)
 
 
+def test_a_batch_whose_last_unfinished_request_fails_makes_room_for_those_that_wait():
+    failing = FailingRunner(SPEC, num_blocks=NUM_BLOCKS, dummy_weights=True, paged_with=REFERENCE)
+    engine, reasons = Engine(AsyncExecutor(failing), SCHEDULES["static"], num_blocks=NUM_BLOCKS), {}
+    for number in range(9):
+        sampling = SamplingParams(temperature=0.0, max_tokens=8 if number == 1 else 2)
+        engine.add(Request(request_id=str(number), prompt_token_ids=[12 + number, 2], sampling=sampling))
+    for _ in range(60):
+        reasons |= {output.request_id: output.finish_reason for output in engine.step()}
+    assert reasons == {str(number): "error" if number == 1 else "length" for number in range(9)}
+    assert is_clean(engine, failing)
+
+
 def test_the_timeline_shows_consecutive_batches(paged, tmp_path):
     path = tmp_path / "timeline.json"
     engine = Engine(AsyncExecutor(paged, TimelineFile(path, num_stages=1)), SCHEDULES["rra"], num_blocks=NUM_BLOCKS)

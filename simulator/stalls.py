@@ -2,7 +2,8 @@
 
     mixed     passes of the other micro-batches, then one's own, each with the largest prefill that is admitted to slots
               of which one decodes; of prompts under a limit few long ones or many short ones
-    apart     all prefills of a phase, one micro-batch behind the other, then one decode iteration
+    apart     all prefills of a phase, one micro-batch behind the other, then one decode iteration; with a limit on the
+              tokens of a pass as many passes as that makes of them
     n prompts together have at most n times the longest one's tokens, and at most what 4 standard deviations more than
               their mean are; one alone is the longest
 
@@ -10,6 +11,7 @@ It is what happens when as many requests arrive at once as there is room for; th
 Not here: how long a request waits that was preempted, or that was prefilled elsewhere and has no place to decode yet.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from exeplan.workload.workload import Workload
 
 _SIGMAS = 4.0
 """Standard deviations of the tokens of several prompts."""
+_KINDS = 16
+"""Passes with parts of prompts that are timed, at most: they differ in where their first prompt was cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +54,18 @@ def longest_stall(steady: SteadyState, cost: CostModel) -> Stall:
     rows = math.ceil((limits.decode_rows or residents + _SIGMAS * math.sqrt(residents)) / groups)
     if most.prompts < 1:
         return Stall(seconds=clock.seconds(Batch(decode=clock.rows(rows)), groups), num_prompts=0, num_tokens=0)
+    cut = most.cuts and not cost.spec.is_encoder_decoder
     if most.apart:
-        prefill = clock.prefill(most, padded=policy.PADS_PROMPTS)
-        seconds = clock.seconds(prefill, most.passes) + clock.seconds(Batch(decode=clock.rows(rows)), groups)
-        return _stall(seconds, prefill, most.passes)
-    batches = clock.mixed(most, rows, cut=most.cuts and not cost.spec.is_encoder_decoder)
+        passes = clock.phase_passes(most, padded=policy.PADS_PROMPTS, cut=cut)
+        seconds = clock.phase_seconds(passes, groups if most.in_turn else None)
+        tokens = sum(count * batch.num_new_tokens for batch, count in passes) * (most.passes if most.in_turn else 1)
+        of_each = passes[0][0].pad_to or passes[0][0].prefill[0].num_tokens
+        seconds += clock.seconds(Batch(decode=clock.rows(rows)), groups)
+        return Stall(seconds=seconds, num_prompts=tokens // of_each, num_tokens=tokens)
+    batches = clock.mixed(most, rows, cut=cut)
     seconds, longest = max(((clock.seconds(batch, groups), batch) for batch in batches), key=lambda pair: pair[0])
-    return _stall(seconds, longest, groups)
-
-
-def _stall(seconds: float, batch: Batch, passes: int) -> Stall:
-    tokens = sum(end - start for start, end in batch.spans)
-    return Stall(seconds=seconds, num_prompts=passes * len(batch.prefill), num_tokens=passes * tokens)
+    tokens = sum(end - start for start, end in longest.spans)
+    return Stall(seconds=seconds, num_prompts=groups * len(longest.prefill), num_tokens=groups * tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +78,53 @@ class _Clock:
     context: int
     """Tokens of a row that decodes, of as many as are hardly ever exceeded."""
 
-    def prefill(self, most: PrefillBetween, *, padded: bool) -> Batch:
-        """One of the passes that prefill all of them."""
-        lengths = prompt_tokens(self.workload.input_law, math.ceil(most.prompts / most.passes))
-        return Batch(prefill=self._prompts(lengths), pad_to=self.workload.input_law.max if padded else 0)
+    def phase_passes(self, most: PrefillBetween, *, padded: bool, cut: bool) -> list[tuple[Batch, int]]:
+        """The passes that prefill all of them, each with how often it comes; of one group where groups take turns.
+
+        The prompts have the same tokens, and those of several passes as many as they have together.
+        """
+        law, one_each = self.workload.input_law, math.ceil(most.prompts / most.passes)
+        passes = 1 if most.in_turn else most.passes
+        if most.tokens is None:
+            lengths = prompt_tokens(law, one_each)
+            return [(Batch(prefill=self._prompts(lengths), pad_to=law.max if padded else 0), passes)]
+        lengths = prompt_tokens(law, one_each if most.in_turn else most.prompts)
+        if cut:
+            return self._cut_passes(lengths[0], sum(lengths), most.tokens)
+        passes = max(passes, most_whole_passes(law, lengths, most.tokens))
+        together = math.ceil(len(lengths) / passes)
+        tokens = math.ceil(sum(lengths) / (passes * together))
+        return [(Batch(prefill=self._prompts([tokens] * together)), passes)]
+
+    def _cut_passes(self, length: int, total: int, room: int) -> list[tuple[Batch, int]]:
+        """Of prompts of that length, one behind the other; one pass stands for others that begin at a like place."""
+        *full, last = range(0, total, room)
+        full.sort(key=lambda begin: begin % length)
+        parts = min(len(full), _KINDS)
+        borders = [number * len(full) // parts for number in range(parts + 1)] if parts else [0]
+        kinds = [(full[(low + high) // 2], high - low) for low, high in itertools.pairwise(borders)]
+        return [
+            *((self._cut(length, begin, begin + room), count) for begin, count in kinds),
+            (self._cut(length, last, total), 1),
+        ]
+
+    def _cut(self, length: int, begin: int, end: int) -> Batch:
+        """Tokens `begin` to `end` of prompts of that length."""
+        chunks = []
+        while begin < end:
+            start = begin % length
+            stop = min(start + end - begin, length)
+            chunks.append(Chunk(start, stop, last=stop == length))
+            begin += stop - start
+        return Batch(prefill=self._prompts([length] * len(chunks)), chunks=tuple(chunks))
+
+    def phase_seconds(self, passes: Sequence[tuple[Batch, int]], taking_turns: int | None) -> float:
+        """Until the last has left the last stage; with groups that take turns, where each has these passes."""
+        stages = [(self._stages(batch), count) for batch, count in passes]
+        if taking_turns:
+            return sum(count * max(sum(seconds), taking_turns * max(seconds)) for seconds, count in stages)
+        behind = max(sum(seconds) - max(seconds) for seconds, _ in stages)
+        return sum(count * max(seconds) for seconds, count in stages) + behind
 
     def mixed(self, most: PrefillBetween, slots: int, *, cut: bool) -> list[Batch]:
         """Passes that may be the longest ones, with so many slots, of which a row that decodes has one."""
@@ -139,3 +186,9 @@ def prompt_tokens(law: LengthLaw, prompts: int, *, limit: int | None = None, eac
         prompts = max(1, min(prompts, int(limit / (each or law.mean)))) if limit > law.max else 1
         total = float(max(limit, law.max))
     return [math.ceil(total / prompts)] * prompts
+
+
+def most_whole_passes(law: LengthLaw, lengths: Sequence[int], limit: int) -> int:
+    """Passes of these prompts at most, whole ones in their order: two passes in a row have more tokens than one may."""
+    each = max(limit // law.max, 1)
+    return min(math.ceil(len(lengths) / each), 2 * math.ceil(sum(lengths) / limit) - 1)

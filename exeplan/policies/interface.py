@@ -261,7 +261,11 @@ class PrefillBetween:
     passes: int = 1
     """Among which the prompts are divided."""
     apart: bool = False
-    """They run before the request's own pass, not in it."""
+    """They run before the request's own pass, not in it: with a limit on the tokens of a pass in as many passes as that
+    takes, no fewer than `passes`."""
+    in_turn: bool = False
+    """Of those apart each group has its own, one when the one before has left the last stage; otherwise they follow
+    each other from stage to stage."""
 
 
 class Policy(Protocol):

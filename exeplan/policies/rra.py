@@ -87,8 +87,8 @@ def pass_limits(schedule: Schedule) -> PassLimits:
 
 def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
     """All prefills of a cycle, before a decode iteration."""
-    most = _adjustment.most_prompts(schedule)
-    return PrefillBetween(prompts=most, passes=min(schedule.num_micro_batches, most), apart=True)
+    most, limit = _adjustment.most_prompts(schedule), schedule.variables.get("max_num_batched_tokens")
+    return PrefillBetween(prompts=most, tokens=limit, passes=min(schedule.num_micro_batches, most), apart=True)
 
 
 def starts_together(schedule: Schedule) -> int:

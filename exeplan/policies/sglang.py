@@ -84,8 +84,16 @@ def pass_limits(schedule: Schedule) -> PassLimits:
 
 
 def prefill_between_tokens(schedule: Schedule) -> PrefillBetween:
-    """Prompts for all slots may come first, one pass after the other, and the rest of one that was cut."""
-    return PrefillBetween(prompts=schedule["max_num_seqs"] + 1, apart=True)
+    """Prompts for all slots of each group may come first, pass after pass, and the rest of one that was cut."""
+    groups = min(schedule.num_micro_batches, schedule["max_num_seqs"])
+    return PrefillBetween(
+        prompts=schedule["max_num_seqs"] + groups,
+        tokens=schedule["max_num_batched_tokens"],
+        cuts=True,
+        passes=groups,
+        apart=True,
+        in_turn=True,
+    )
 
 
 def starts_together(schedule: Schedule) -> int:

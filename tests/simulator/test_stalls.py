@@ -18,7 +18,7 @@ from exeplan.policies import check_schedule, load_policy, policy_names
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
-from exeplan.simulator.stalls import longest_stall, prompt_tokens
+from exeplan.simulator.stalls import longest_stall, most_whole_passes, prompt_tokens
 from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Workload
 from tests.simulator.machine import CLUSTER
@@ -34,9 +34,13 @@ SCHEDULES = (
     Schedule("chunked", {"max_num_seqs": 16, "max_num_batched_tokens": 48}),
     Schedule("chunked", {"max_num_seqs": 16, "max_num_batched_tokens": 128, "micro_batches": 2}),
     Schedule("sglang", {"max_num_seqs": 16, "max_num_batched_tokens": 48}),
+    Schedule("sglang", {"max_num_seqs": 16, "max_num_batched_tokens": 16}),
     Schedule("sglang", {"max_num_seqs": 16, "max_num_batched_tokens": 128, "micro_batches": 2}),
+    Schedule("sglang", {"max_num_seqs": 16, "max_num_batched_tokens": 16, "micro_batches": 2}),
     Schedule("rra", {"prefill_batch": 8, "decode_steps": 4}),
     Schedule("rra", {"prefill_batch": 8, "decode_steps": 4, "micro_batches": 2}),
+    Schedule("rra", {"prefill_batch": 16, "decode_steps": 4, "decode_batch": 17, "max_num_batched_tokens": 64}),
+    Schedule("rra", {"prefill_batch": 16, "decode_steps": 4, "max_num_batched_tokens": 90, "micro_batches": 2}),
     Schedule("static", {"batch_size": 8}),
     Schedule("static", {"batch_size": 8, "micro_batches": 2, "prefill_micro_batches": 4}),
     Schedule("turbo", {"batch_size": 8}),
@@ -98,6 +102,51 @@ def test_several_prompts_have_no_more_than_their_longest_ones() -> None:
     assert prompt_tokens(ALIKE.input_law, 3) == [64] * 3
     assert prompt_tokens(ALIKE.input_law, 3, limit=128) == [64] * 2
     assert prompt_tokens(ALIKE.input_law, 3, limit=10) == [64]
+
+
+def test_whole_prompts_take_as_many_passes_as_they_fill_by_halves_at_most() -> None:
+    assert most_whole_passes(ALIKE.input_law, [64] * 9, 200) == 3
+    assert most_whole_passes(ALIKE.input_law, [64] * 9, 100) == 9
+    assert most_whole_passes(ALIKE.input_law, [64] * 9, 10) == 9
+    assert most_whole_passes(SHORT.input_law, [40] * 100, 150) == 2 * 27 - 1
+
+
+def prefill(*spans: tuple[int, int]) -> Batch:
+    """Of parts of prompts with 64 tokens."""
+    one = SequenceState(request_id="", num_prompt_tokens=64, max_output_tokens=1)
+    return Batch(prefill=(one,) * len(spans), chunks=tuple(Chunk(*span, last=span[1] == 64) for span in spans))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "passes"),
+    [
+        (
+            Schedule("sglang", {"max_num_seqs": 3, "max_num_batched_tokens": 48}),
+            [
+                prefill((0, 48)),
+                prefill((48, 64), (0, 32)),
+                prefill((32, 64), (0, 16)),
+                prefill((16, 64)),
+                prefill((0, 48)),
+                prefill((48, 64)),
+            ],
+        ),
+        (
+            Schedule("rra", {"prefill_batch": 4, "decode_steps": 2, "decode_batch": 3, "max_num_batched_tokens": 100}),
+            [prefill((0, 64))] * 4,
+        ),
+    ],
+    ids=lambda value: getattr(value, "policy", None),
+)
+def test_all_passes_of_four_prompts_under_a_limit_by_hand(
+    schedule: Schedule, passes: list[Batch], cost: CostModel
+) -> None:
+    steady = steady_state(schedule, ALIKE, cost)
+    context = math.ceil(steady.kv_tokens / steady.cycle.num_seqs)
+    decoding = SequenceState(request_id="", num_prompt_tokens=context, max_output_tokens=1)
+    found = longest_stall(steady, cost)
+    assert found.seconds == pytest.approx(sum(map(cost.batch_seconds, [*passes, Batch(decode=(decoding,) * 3)])))
+    assert (found.num_prompts, found.num_tokens) == (4, 256)
 
 
 def asked(profile: Profile, *more: Bound) -> Problem:

@@ -12,7 +12,8 @@ for any length law, not the paper's P_D(U), which forgets that long requests sta
                left the first stage, behind which the next prefills enter
 
 An engine may prefill in passes of at most `max_num_batched_tokens` tokens (optional): as many passes as that takes,
-each of whole prompts, one at least. With decode_steps=1 prompts go first and decodes pause for them, as in SGLang.
+each of whole prompts, one at least. So it does where a device has no memory to prefill all of them at once. With
+decode_steps=1 prompts go first and decodes pause for them, as in SGLang.
 
 A cycle whose batch runs empty before its last decode iteration starts the next prefill at once; the closed form
 therefore weights every decode iteration with the probability that a request is still decoding.
@@ -273,7 +274,8 @@ def next_batch(schedule: Schedule, queue: Queue, state: Rounds, phase: str) -> B
     """
     limit = schedule.variables.get("max_num_batched_tokens")
     if queue.waiting and _prefills_now(schedule, queue, state):
-        parts = max(schedule.num_micro_batches - state.consecutive_prefills, 1 if limit else 0)
+        several = limit is not None or queue.pass_tokens is not None
+        parts = max(schedule.num_micro_batches - state.consecutive_prefills, int(several))
         if parts > 0 and (admitted := _admitted(schedule, queue, state)):
             part = balanced_part(admitted, min(parts, len(admitted)))
             return Batch(prefill=within(part, limit) if limit else part, dealt_later=True)
@@ -310,4 +312,14 @@ def _admitted(schedule: Schedule, queue: Queue, state: Rounds) -> tuple[Sequence
         if state.phase_size is None:
             state.phase_size = _adjustment.adjusted_size(schedule, queue, others=len(queue.running))
         size = state.phase_size
+    elif queue.pass_tokens is not None and "max_num_batched_tokens" not in schedule.variables:
+        size = state.phase_size = _size_on_device(schedule, queue, state)
     return queue.admissible(size - state.num_admitted)
+
+
+def _size_on_device(schedule: Schedule, queue: Queue, state: Rounds) -> int:
+    """As many as the planned passes would prefill; in the further ones, where the device's memory makes more of them,
+    none that came meanwhile."""
+    if state.phase_size is not None and state.consecutive_prefills >= schedule.num_micro_batches:
+        return state.phase_size
+    return min(schedule["prefill_batch"], state.num_admitted + len(queue.waiting))

@@ -6,6 +6,7 @@ import pytest
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Stage
+from exeplan.scheduling.scheduler import Scheduler
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
@@ -60,3 +61,50 @@ def test_a_group_decodes_before_the_prefills_of_the_others_are_through(profile: 
     first, second, decode = run.passes[:3]
     assert (first.num_prefill, second.num_prefill, decode.num_decode) == (2, 2, 2)
     assert first.end <= decode.start < second.end
+
+
+def on_device(waiting: int, **variables: int) -> Scheduler:
+    """A device that can prefill three prompts of 30 tokens at once, with so many that wait."""
+    schedule = Schedule("rra", {"prefill_batch": 8, "decode_steps": 100, **variables})
+    scheduler = Scheduler(schedule, 1000, pass_tokens=100)
+    add(scheduler, waiting)
+    return scheduler
+
+
+def add(scheduler: Scheduler, count: int) -> None:
+    for _ in range(count):
+        scheduler.add(SequenceState(request_id="", num_prompt_tokens=30, max_output_tokens=50))
+
+
+def run(scheduler: Scheduler) -> tuple[int, int]:
+    """The rows that the next pass prefills and decodes."""
+    batch = scheduler.next_batch()
+    assert batch is not None
+    for row in batch.prefill + batch.decode:
+        row.num_output_tokens += 1
+    scheduler.complete(batch)
+    return len(batch.prefill), len(batch.decode)
+
+
+@pytest.mark.parametrize("adjusted", [{}, {"adjust_percent": 20, "prefill_tokens": 240, "decode_batch": 8}])
+def test_a_device_that_cannot_prefill_all_at_once_does_it_in_several_passes_before_it_decodes(
+    adjusted: dict[str, int],
+) -> None:
+    scheduler = on_device(20, **adjusted)
+    assert [run(scheduler) for _ in range(4)] == [(3, 0), (3, 0), (2, 0), (0, 8)]
+
+
+def test_on_a_pipeline_the_passes_of_a_phase_are_as_many_as_that_takes() -> None:
+    scheduler = on_device(20, micro_batches=2)
+    prefilled = 0
+    while not (passed := run(scheduler))[1]:
+        assert passed[0] <= 3
+        prefilled += passed[0]
+    assert prefilled == 8
+
+
+def test_what_comes_during_a_prefill_waits_for_the_next_one_as_in_the_replay() -> None:
+    scheduler = on_device(5)
+    assert run(scheduler) == (3, 0)
+    add(scheduler, 3)
+    assert [run(scheduler) for _ in range(2)] == [(2, 0), (0, 5)]

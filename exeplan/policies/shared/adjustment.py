@@ -43,7 +43,7 @@ def adjusted_size(schedule: Schedule, queue: Queue, *, others: int) -> int:
     size = max(min(max(batch, low), high, most), 1)
     load = schedule["prefill_tokens"] * size / batch
     count = tokens = 0
-    for sequence in queue.admissible(min(_LOOKAHEAD * size, most)):
+    for sequence in queue.first_waiting(min(_LOOKAHEAD * size, most)):  # A device may prefill fewer at once.
         enough = count >= size and tokens >= load * (1 - share)
         if count and (enough or tokens + sequence.num_tokens > load * (1 + share)):
             break

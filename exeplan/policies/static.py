@@ -113,8 +113,10 @@ def next_batch(schedule: Schedule, queue: Queue, state: Rounds, phase: str) -> B
         admitted = whole[: -(-len(whole) // parts)]
         if admitted:
             # Rows that run have been prefilled, and may have begun to generate.
-            lengths = [*(s.num_tokens for s in whole), *(s.num_prompt_tokens for s in queue.running)]
-            return Batch(prefill=admitted, pad_to=max(lengths))
+            longest = max([*(s.num_tokens for s in whole), *(s.num_prompt_tokens for s in queue.running)])
+            if queue.pass_tokens is not None:  # What is admissible counts no padding to rows that run.
+                admitted = admitted[: max(queue.pass_tokens // longest, 1)]
+            return Batch(prefill=admitted, pad_to=longest)
     if queue.num_prefills_in_flight:
         return None  # The pipeline drains before decoding starts.
     if begun:

@@ -5,8 +5,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from exeplan.core.batch import SequenceState
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Stage
+from exeplan.scheduling.scheduler import Scheduler
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
@@ -33,3 +35,15 @@ def test_the_closed_form_is_the_mean_over_all_batches_that_there_are(profile: Pr
     cost = CostModel(profile, PIPELINE, CLUSTER)
     mean = np.mean([cycle_seconds(cost, outputs) for outputs in product((SHORT, LONG), repeat=2)])
     assert steady_state(SCHEDULE, COIN, cost).throughput == pytest.approx(2 / mean, rel=0.015)
+
+
+def test_padding_to_an_earlier_part_keeps_to_the_memory_of_a_device() -> None:
+    schedule = Schedule("static", {"batch_size": 32, "prefill_micro_batches": 2})
+    scheduler = Scheduler(schedule, 10_000, pass_tokens=8192)
+    for tokens in 4 * [1000] + 28 * [100]:
+        scheduler.add(SequenceState(request_id="", num_prompt_tokens=tokens, max_output_tokens=5))
+    parts = [scheduler.next_batch(), scheduler.next_batch()]
+    assert [(len(part.prefill), part.pad_to, part.num_new_tokens) for part in parts if part] == [
+        (4, 1000, 4000),
+        (8, 1000, 8000),
+    ]

@@ -162,7 +162,7 @@ class FairScheduler(Scheduler):
         if most_tokens is not None:
             waiting = takewhile(lambda s: s.num_tokens <= most_tokens, islice(waiting, 1))
         room = len(self.waiting) if self._num_places is None else self._num_places - len(self.running)
-        return self.fitting(waiting, limit=room)
+        return self.fitting(waiting, limit=room, reserve=getattr(self.policy, "RESERVES", False))
 
     def _light_clients(self) -> set[str]:
         """Those with at most a quarter of their share of all sequences, waiting ones included."""

@@ -391,3 +391,17 @@ def test_sequences_of_light_clients_are_prefilled_in_the_order_of_the_queue() ->
     express = scheduler.next_batch()
     assert express is not None
     assert (names(express.decode), names(express.prefill)) == (["first"], ["y0", "x0", "y1"])
+
+
+def test_an_express_pass_admits_none_whose_output_has_no_room_where_the_policy_reserves_it() -> None:
+    """The flood's two requests need all blocks in the end."""
+    scheduler = fair(Schedule("orca", {"max_num_seqs": 8}), num_blocks=12)
+    for number in range(10):
+        scheduler.add(sequence(f"flood{number}", BLOCK_SIZE, 5 * BLOCK_SIZE, "flood"))
+    run(scheduler)
+    assert names(scheduler.running) == ["flood0", "flood1"]
+    scheduler.add(sequence("polite", BLOCK_SIZE, 5 * BLOCK_SIZE, "polite"))
+    scheduler._credit = 1.0
+    while scheduler.has_work:
+        run(scheduler)
+    assert scheduler.num_preemptions == 0

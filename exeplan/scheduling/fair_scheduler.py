@@ -24,7 +24,7 @@ from dataclasses import replace
 from itertools import chain, islice, takewhile
 from typing import cast
 
-from exeplan.core.batch import Batch, SequenceState, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for, within
 from exeplan.core.schedule import Schedule
 from exeplan.policies import pass_limits
 from exeplan.scheduling.fair_queue import (
@@ -141,7 +141,7 @@ class FairScheduler(Scheduler):
         rows = (s for s in _of_clients(self.running) if s.client in light)
         decode = tuple(s for s in rows if not (s.finished or s.num_computed_tokens))
         cut = any(s.num_computed_tokens for s in self.running)
-        prefill = () if cut else self._express_prefill(light)
+        prefill = () if cut else self._express_prefill(light, num_decode=len(decode))
         batch = Batch(prefill=prefill, decode=decode)
         grown = self._grow(batch)
         admitted = self._admit(batch) if prefill else ()
@@ -153,16 +153,19 @@ class FairScheduler(Scheduler):
         self.num_prefills_in_flight += bool(batch.prefill)
         return batch
 
-    def _express_prefill(self, light: set[str]) -> tuple[SequenceState, ...]:
-        """Of the light clients' waiting sequences those that fit, places and tokens of a pass included."""
+    def _express_prefill(self, light: set[str], *, num_decode: int) -> tuple[SequenceState, ...]:
+        """Of the light clients' waiting sequences those that fit with these decodes, places and tokens of a pass
+        included."""
         lines = self._client_lines().lines(self.waiting)
         merged = heapq.merge(*(line for name, line in lines.items() if name in light))  # In the order of the queue.
         waiting: Iterator[SequenceState] = (sequence for _, sequence in merged)
         most_tokens = pass_limits(self.schedule).tokens
         if most_tokens is not None:
-            waiting = takewhile(lambda s: s.num_tokens <= most_tokens, islice(waiting, 1))
+            waiting = takewhile(lambda s: s.num_tokens <= most_tokens - num_decode, islice(waiting, 1))
         room = len(self.waiting) if self._num_places is None else self._num_places - len(self.running)
-        return self.fitting(waiting, limit=room, reserve=getattr(self.policy, "RESERVES", False))
+        chosen = self.fitting(waiting, limit=room, reserve=getattr(self.policy, "RESERVES", False))
+        limit = self.schedule.variables.get("max_num_batched_tokens")
+        return within(chosen, limit - num_decode) if limit else chosen
 
     def _light_clients(self) -> set[str]:
         """Those with at most a quarter of their share of all sequences, waiting ones included."""

@@ -405,3 +405,36 @@ def test_an_express_pass_admits_none_whose_output_has_no_room_where_the_policy_r
     while scheduler.has_work:
         run(scheduler)
     assert scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule("chunked", {"max_num_seqs": 32, "max_num_batched_tokens": 40}),
+        Schedule("orca", {"max_num_seqs": 32, "max_num_batched_tokens": 40}),
+        Schedule("rra", {"prefill_batch": 8, "decode_steps": 4, "max_num_batched_tokens": 40}),
+    ],
+    ids=lambda schedule: schedule.policy,
+)
+def test_an_express_pass_has_no_more_tokens_than_a_pass_may(schedule: Schedule) -> None:
+    """Eight sequences of a light client decode; 32 tokens are left for its prompts. Where prompts stay whole a longer
+    one has a pass of its own."""
+    scheduler = fair(schedule)
+    for number in range(8):
+        scheduler.add(sequence(f"light{number}", 4, 99, "light"))
+    run(scheduler)
+    for number in range(100):
+        scheduler.add(sequence(f"flood{number}", 4, 99, "flood"))
+    for number, tokens in enumerate((20, 12, 33, 4)):
+        scheduler.add(sequence(f"next{number}", tokens, 99, "light"))
+    found = []
+    for _ in range(4):
+        scheduler._credit = 1.0
+        express = scheduler.next_batch()
+        assert express is not None
+        assert "flood" not in {getattr(row, "client", "") for row in (*express.prefill, *express.decode)}
+        alone = schedule.policy != "chunked" and len(express.prefill) == 1
+        assert express.num_new_tokens <= 40 or alone
+        found += names(express.prefill)
+        finish(scheduler, express)
+    assert found[:2] == ["next0", "next1"]

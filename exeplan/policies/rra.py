@@ -44,6 +44,8 @@ PADS_PROMPTS = False
 FOR_DEADLINES = False
 
 _OPTIONAL = ("micro_batches", "max_num_batched_tokens", "decode_batch")
+_DRAWS = 256
+"""Batches of prompts over which the number of their passes is averaged."""
 
 enumerated = micro_batchings
 start = _rounds.start
@@ -110,13 +112,16 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     given = np.where(occurs > 0, batch * comb.active / np.maximum(occurs, 1e-300), 0.0)
     rows = np.concatenate([given, batch * comb.active + 1.0 - shares.own])
     counts = np.concatenate([[min(batch, groups)], _running(rows.reshape(2, steps), groups).ravel()])
+    largest = _largest_share(workload.input_law, batch, counts[0])
     if limit := schedule.variables.get("max_num_batched_tokens"):
-        counts[0] = min(max(counts[0], np.ceil(batch * workload.mean_input / limit)), batch)
+        limited = _limited_passes(workload.input_law, batch, limit)
+        if limited.num_passes > counts[0]:
+            counts[0], largest = limited
     in_cache = batch * (comb.context + comb.active)
     peak = int(np.argmax(in_cache))
     share = batch / counts[0]
     cycle = Cycle(
-        num_prefill=np.concatenate([[share, share * _largest_share(workload.input_law, batch, counts[0])], 0 * rows]),
+        num_prefill=np.concatenate([[share, share * largest], 0 * rows]),
         num_decode=np.concatenate([[0.0, 0.0], rows / counts[1:]]),
         context_tokens=np.concatenate([[0.0, 0.0], rows / counts[1:] * shares.per_row]),
         prompt_law=workload.input_law,
@@ -246,6 +251,27 @@ def _running(rows: Floats, groups: int) -> Floats:
     begun = np.minimum(dealt, groups)
     left = 1.0 - np.minimum(rows / dealt, 1.0)
     return np.maximum(begun * (1.0 - left ** (dealt / begun)), 1.0)
+
+
+class _Limited(NamedTuple):
+    """Passes with a limit on their tokens that prefill a batch, in the mean."""
+
+    num_passes: float
+    largest_share: float
+    """Tokens of the largest over the mean of all."""
+
+
+@lru_cache(maxsize=1024)
+def _limited_passes(prompts: LengthLaw, batch: int, limit: int) -> _Limited:
+    """Of so many whole prompts in their order, one a pass at least: over draws, the same ones for every batch."""
+    lengths = prompts.quantiles(np.random.default_rng(0).random((batch, _DRAWS)))
+    count, held, largest = np.zeros(_DRAWS), np.full(_DRAWS, math.inf), np.zeros(_DRAWS)
+    for tokens in lengths:
+        begins = held + tokens > limit
+        held = np.where(begins, tokens, held + tokens)
+        largest = np.maximum(largest, held)
+        count += begins
+    return _Limited(float(count.mean()), float(largest.mean() * count.mean() / lengths.sum(axis=0).mean()))
 
 
 def _largest_share(prompts: LengthLaw, batch: int, parts: float) -> float:

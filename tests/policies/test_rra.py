@@ -10,6 +10,7 @@ from exeplan.scheduling.scheduler import Scheduler
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
+from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Workload
 
 from ..simulator.machine import CLUSTER
@@ -108,3 +109,23 @@ def test_what_comes_during_a_prefill_waits_for_the_next_one_as_in_the_replay() -
     assert run(scheduler) == (3, 0)
     add(scheduler, 3)
     assert [run(scheduler) for _ in range(2)] == [(2, 0), (0, 5)]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("lengths", ["fixed:in=600;out=20", "fixed:in=300;out=20", "uniform:in=16-900;out=16-60"])
+@pytest.mark.parametrize("limit", [500, 1000, 2000])
+def test_the_closed_form_counts_the_passes_of_whole_prompts(
+    num_stages: int, lengths: str, limit: int, profile: Profile
+) -> None:
+    """A limit of 1000 tokens lets one prompt of 600 in, not ten sixths of one."""
+    layers = 6 // num_stages
+    stages = tuple(Stage(devices=(i,), layers=(layers * i, layers * (i + 1))) for i in range(num_stages))
+    cost, workload = CostModel(profile, stages, CLUSTER), load_workload(lengths)
+    variables = {"prefill_batch": 10, "decode_steps": 19, "max_num_batched_tokens": limit, "micro_batches": num_stages}
+    schedule = Schedule("rra", variables)
+    inputs, outputs = workload.sample(600, seed=0)
+    run = replay(schedule, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=10**5)
+    steady = steady_state(schedule, workload, cost)
+    prefills, cycles = sum(one.num_prefill > 0 for one in run.passes), 600 / 10
+    assert 10 / steady.cycle.num_prefill[0] == pytest.approx(prefills / cycles, rel=0.03)
+    assert steady.throughput == pytest.approx(600 / run.passes[-1].end, rel=0.012)

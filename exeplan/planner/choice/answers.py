@@ -228,15 +228,27 @@ def _refused(
 
     size = min(of_policy, key=distance)
     refused = of_policy[size]
-    if most := pipelines.count(size) * reached(refused):
+    most = pipelines.count(size) * reached(refused)
+    if most and not _suffices(pipelines, (size, policy)):
         refused = replace(refused, refusal=f"{policy} sustains {most:.3g} requests/s within the bounds")
     return replace(refused, search=_added(refused.search, searches))
+
+
+def _suffices(pipelines: Pipelines, key: Key) -> bool:
+    """Whether full batches within the bounds serve a pipeline's share of the rate: it is refused for another reason."""
+    return reached(pipelines.found[key]) >= pipelines.parts[key[0]].required
 
 
 def refuse_rate(pipelines: Pipelines, *, advise: bool) -> None:
     """Raises Infeasible for a rate that no schedule sustains; returns where the bounds alone are out of reach, of the
     search or of the replays of what it found."""
     problem = pipelines.problem
+
+    def most_reached(key: Key) -> tuple[float, int]:
+        return pipelines.count(key[0]) * reached(pipelines.found[key]), -key[0]
+
+    if pipelines.unsure and not pipelines.best():
+        raise pipelines.unsure[max(pipelines.unsure, key=most_reached)]
     if problem.arrivals and pipelines.broken:
         schedule, replayed = min(pipelines.broken, key=lambda pair: max(utilizations(problem.bounds, pair[1])))
         bound, share = binding(problem.bounds, replayed) or (problem.bound, 0.0)
@@ -246,7 +258,9 @@ def refuse_rate(pipelines: Pipelines, *, advise: bool) -> None:
     if not division and not problem.arrivals:
         return
     if not division:
-        best = max(pipelines.found, key=lambda key: (pipelines.count(key[0]) * reached(pipelines.found[key]), -key[0]))
+        best = max(pipelines.found, key=most_reached)
+        if _suffices(pipelines, best):
+            raise Infeasible(pipelines.found[best].refusal)
         division = {best[0]: (best[1], pipelines.count(best[0]))}
     size = max(division, key=lambda size: division[size][1] * reached(pipelines.found[size, division[size][0]]))
     policy, _ = division[size]

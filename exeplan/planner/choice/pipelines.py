@@ -146,6 +146,8 @@ class Pipelines:
         self.tries: Counter[Key] = Counter()
         self.broken: list[tuple[Schedule, Estimate]] = []
         """Schedules whose replay broke a bound."""
+        self.unsure: dict[Key, Infeasible] = {}
+        """Why the size of the trace leaves open whether a proved schedule sustains the rate, with a stated risk."""
 
     def score(self, key: Key) -> float:
         """Requests/s of one pipeline: by its replay where it has one, else by the closed form, at most as tried.
@@ -278,6 +280,7 @@ class Pipelines:
             try:
                 own = margins(placed, winner.schedule, self.risk, seed=self.seed)
             except Infeasible as error:
+                self.unsure[key] = error
                 self.found[key] = replace(winner, schedule=None, refusal=str(error))
                 return
             proof = replace(proof, margin=own)

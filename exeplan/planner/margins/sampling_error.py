@@ -72,7 +72,8 @@ def sampling_error(problem: Problem, schedule: Schedule, *, risk: float, seed: i
         raise Infeasible(
             f"{schedule} sustains the rate for the {len(trace.outputs)} requests of the trace, but not in "
             f"{_DRAWS - len(found)} of {_DRAWS} samples of as many; give a longer trace, a lower rate or a higher "
-            "--risk"
+            "--risk",
+            nearest=f"{_DRAWS - len(found)} of {_DRAWS} samples of the trace would not sustain the rate",
         )
     values = [values_of(problem.bounds, one) for one in found]
     laws = [

@@ -342,7 +342,10 @@ class Problem:
 def check_sustained(full: SteadyState, arrivals: Arrivals) -> None:
     """Raises Infeasible where a schedule serves no more than comes: its queue would grow without end."""
     if full.throughput <= arrivals.rate:
-        raise Infeasible(f"{full.schedule} sustains {full.throughput:.3g} requests/s, {arrivals} come")
+        raise Infeasible(
+            f"{full.schedule} sustains {full.throughput:.3g} requests/s, {arrivals} come: its queue would grow without "
+            "end"
+        )
 
 
 def _is_on_pace(bound: Bound) -> bool:

@@ -1,4 +1,5 @@
-"""What is answered where no schedule that was found keeps the bounds: the lowest-latency one, or what it lacks."""
+"""What is answered where no schedule that was found keeps the bounds: the lowest-latency one, or what it lacks; and why
+a rate is refused."""
 
 import re
 from dataclasses import replace
@@ -8,29 +9,47 @@ import pytest
 from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible
-from exeplan.planner.choice.answers import last_resort, refuse_rate
+from exeplan.planner.choice.answers import last_resort, refuse_rate, solved
+from exeplan.planner.choice.candidates import reached
+from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.choice.pipelines import Effort, Pipelines
-from exeplan.planner.problems.problem import make_problem
+from exeplan.planner.margins.margins import Risk
+from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.progress import SILENT
+from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
+from exeplan.workload.workload import Trace, Workload
 
 LAW = "normal:in=40,10,80;out=12,5,24"
+NOT_IN_ALL = r"sustains the rate for the 100 requests of the trace, but not in \d+ of 40 samples"
+
+
+def searched(problem: Problem, *policies: str, risk: Risk | None = None) -> Pipelines:
+    return Pipelines(
+        problem,
+        policies,
+        method="branch-and-bound",
+        seed=0,
+        risk=risk,
+        known=None,
+        effort=Effort(report=False),
+        told=SILENT,
+    )
+
+
+def at_share_of_capacity(profile: Profile, share: float, policy: str) -> Problem:
+    """A trace of a hundred requests at this share of what full batches of the policy serve."""
+    lengths = load_workload("lognormal:in=60,30,300;out=40,30,300").sample(100, seed=3, stratified=False)
+    problem = make_problem(profile, Workload.of_trace("drawn", Trace(*lengths)), Bound(seconds=100.0), max_seqs=16)
+    (found,) = searched(problem, policy).found.values()
+    return replace(problem, arrivals=Arrivals(rate=share * reached(found)))
 
 
 def given_up(profile: Profile, required: float) -> Pipelines:
     """Replays broke a bound at every try, as after the last search under tighter bounds."""
     problem = make_problem(profile, load_workload(LAW), Bound(seconds=0.1), max_seqs=16)
     asked = replace(problem, min_throughput=required)
-    pipelines = Pipelines(
-        asked,
-        ("orca",),
-        method="branch-and-bound",
-        seed=0,
-        risk=None,
-        known=None,
-        effort=Effort(report=False),
-        told=SILENT,
-    )
+    pipelines = searched(asked, "orca")
     (key,) = pipelines.found
     found = pipelines.found[key]
     assert found.search is not None
@@ -56,3 +75,25 @@ def test_the_lowest_latency_schedule_is_no_answer_below_the_required_throughput(
     replay = last_resort(served, advise=False).plan.replay
     assert replay is not None
     assert replay.throughput == pytest.approx(most, rel=0.01)
+
+
+def test_a_rate_that_other_samples_of_the_trace_would_not_sustain_is_refused_for_that(profile: Profile) -> None:
+    busy = at_share_of_capacity(profile, 0.97, "orca")
+    with pytest.raises(Infeasible, match=rf"^orca\(.*\) {NOT_IN_ALL}") as refusal:
+        optimize(busy, policies=("orca",), risk=Risk(share=0.01))
+    assert re.fullmatch(r"\d+ of 40 samples of the trace would not sustain the rate", refusal.value.nearest)
+
+
+def test_a_policy_that_other_samples_of_the_trace_overload_says_so_next_to_the_plan(profile: Profile) -> None:
+    pipelines = searched(at_share_of_capacity(profile, 0.97, "static"), "orca", "static", risk=Risk(share=0.01))
+    for key in pipelines.found:
+        pipelines.replay(key)
+    refusals = {one.policy: one.refusal for one in solved(pipelines, pipelines.best()).candidates}
+    assert refusals["orca"] == ""
+    assert re.match(rf"static\(.*\) {NOT_IN_ALL}", refusals["static"])
+
+
+def test_a_rate_of_the_whole_capacity_is_refused_as_a_queue_without_end(profile: Profile) -> None:
+    message = r"^orca\(.*\) sustains (.*) requests/s, \1 requests/s .* come: its queue would grow without end$"
+    with pytest.raises(Infeasible, match=message):
+        optimize(at_share_of_capacity(profile, 1.0, "orca"), policies=("orca",))

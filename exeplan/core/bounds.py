@@ -264,11 +264,20 @@ def check_together(bounds: Sequence[Bound]) -> None:
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"two bounds on {twice[0]}; give the tighter one")
     for bound in others:
-        if not bound.on_latency and not bound.targets and first.seconds <= bound.seconds < math.inf:
+        if first.seconds <= bound.seconds < math.inf and _holds_too(first, bound):
             raise InputError(
                 f"{bound.metric} of {show_seconds(bound.seconds)} contradicts the latency bound of "
                 f"{show_seconds(first.seconds)}, by which a whole request has to be done; give a smaller {bound.metric}"
             )
+
+
+def _holds_too(first: Bound, other: Bound) -> bool:
+    """Whether requests that are done by a bound on latency keep another one of as many seconds: of NN % of the requests
+    a percentile up to that, and no mean."""
+    if other.on_latency or other.targets or is_deadline(first.metric):
+        return False
+    done, asked = share_of_requests(first.metric), percentile(other.metric)
+    return done is None or (asked is not None and asked[1] <= done)
 
 
 def _may_be_further(metric: str) -> bool:

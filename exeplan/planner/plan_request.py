@@ -6,7 +6,7 @@ Not here: reading text and files (`exeplan.api`, `load_problem.py`), and the ans
 import math
 from dataclasses import dataclass, replace
 
-from exeplan.core.bounds import Bound
+from exeplan.core.bounds import Bound, check_together
 from exeplan.core.cluster import Cluster
 from exeplan.core.pass_memory import MEMORY_UTILIZATION
 from exeplan.core.plan import Plan
@@ -59,6 +59,10 @@ class PlanRequest:
     gpu_memory_utilization: float | None = None
     """The same as a share of each GPU."""
     max_num_seqs: int | None = None
+
+    def __post_init__(self) -> None:
+        # Of what is asked for: the planner scales single bounds, which then need not go together.
+        check_together(self.bounds)
 
     @property
     def requests(self) -> Workload:

@@ -146,6 +146,19 @@ def test_only_the_tightened_bound_is_tightened(profile: Profile) -> None:
     assert one.schedule == two.schedule
 
 
+def test_a_bound_that_replays_tighten_below_another_one_is_still_searched(profile: Profile) -> None:
+    """What is asked for goes together; the replay of the closed form's choice takes longer than the bound."""
+    few_tokens = "quantiles:in=p50:30,p99:200;out=p50:2,p99:4,p100:5"
+    free = asked(profile, *bounds(), law=few_tokens)
+    latency = free.estimate(free.schedule("orca", {"max_num_seqs": 6})).latency
+    assert latency is not None
+    several = bounds(1.001 * latency, **{"p99-ttft": latency})
+    plan = optimize(asked(profile, *several, law=few_tokens), policies=("orca",)).plan
+    assert plan.schedule["max_num_seqs"] <= 6
+    assert plan.replay is not None
+    assert max(utilizations(several, plan.replay)) <= 1
+
+
 def test_a_frontier_under_several_bounds_rises(profile: Profile) -> None:
     problem = asked(profile, *bounds(ttft=0.02, tpot=0.01), law=LAW)
     (candidate,) = optimize(problem, policies=("orca",)).candidates
@@ -166,6 +179,26 @@ def test_a_frontier_under_several_bounds_rises(profile: Profile) -> None:
 def test_bounds_that_do_not_go_together_are_refused(given: tuple[Bound, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_together(given)
+
+
+@pytest.mark.parametrize(
+    ("latency", "other"),
+    [
+        ("p50-requests", "p99-ttft"),
+        ("p90-requests", "p99-tpot"),
+        ("p99-requests", "ttft"),
+        ("p90-requests", "max-itl"),
+        ("p99-deadline", "p50-ttft"),
+    ],
+)
+def test_requests_that_need_not_be_done_by_the_latency_bound_may_take_longer(latency: str, other: str) -> None:
+    check_together((Bound(seconds=2.0, metric=latency), Bound(seconds=3.0, metric=other)))
+
+
+@pytest.mark.parametrize("other", ["p50-ttft", "p99-tpot"])
+def test_requests_that_are_done_by_the_latency_bound_have_no_later_first_token(other: str) -> None:
+    with pytest.raises(InputError, match=f"^{other} of 3 s contradicts the latency bound of 2 s"):
+        check_together((Bound(seconds=2.0, metric="p99-requests"), Bound(seconds=3.0, metric=other)))
 
 
 @pytest.mark.parametrize(

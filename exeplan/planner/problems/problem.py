@@ -10,7 +10,6 @@ from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
 from exeplan.core.bounds import (
     MAX_ITL,
     Bound,
-    check_together,
     limit,
     percentile,
     quantities,
@@ -77,7 +76,6 @@ class Problem:
     """Prefill and decode are divided among servers that each hold the whole model, not among stages of a pipeline."""
 
     def __post_init__(self) -> None:
-        check_together(self.bounds)
         if self.order not in ORDERS:
             raise InputError(f"no order '{self.order}'; there are {', '.join(ORDERS)}")
 

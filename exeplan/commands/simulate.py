@@ -1,7 +1,7 @@
 """replay a plan request by request, closed form and replay side by side
 
 Fills in the estimate of a plan that was written by hand (model, schedule and placement suffice, with --profile and
---workload). Exit status 2 when the replay breaks the plan's bound.
+--workload). Exit status 2 when the replay breaks a bound of the plan, or its passes one on gaps.
 """
 
 import argparse

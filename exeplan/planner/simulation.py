@@ -1,12 +1,12 @@
 """Simulation: a plan replayed request by request, its figures filled in; for programs, notebooks, the command line."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exeplan.core.bounds import Bound, binding
+from exeplan.core.bounds import MAX_ITL, Bound, binding
 from exeplan.core.plan import Plan, save_plan
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup
 from exeplan.errors import InputError
@@ -85,9 +85,17 @@ class Simulation:
 
     @property
     def broken_bound(self) -> Bound | None:
-        """The binding bound, where the replay breaks it."""
-        found = binding(self.problem.bounds, self.replay)
+        """The binding bound, where the replay breaks it, or the passes that the plan allows a bound on gaps."""
+        found = self._binding
         return found[0] if found is not None and found[1] > 1 else None
+
+    @property
+    def _binding(self) -> tuple[Bound, float] | None:
+        """The bound of the highest utilization in the replay, of gaps by the longest pass that the plan allows too; and
+        that."""
+        gaps = [one.percentiles[MAX_ITL] for one in (self.estimate, self.replay) if MAX_ITL in one.percentiles]
+        longest = {MAX_ITL: max(gaps)} if gaps else {}
+        return binding(self.problem.bounds, replace(self.replay, percentiles={**self.replay.percentiles, **longest}))
 
     @property
     def trace_part(self) -> TracePart | None:
@@ -160,14 +168,16 @@ class Simulation:
 
     @property
     def _broken(self) -> str:
-        """That the replay breaks a bound; with its value where three digits of that look like the bound."""
-        found = binding(self.problem.bounds, self.replay)
+        """That the replay breaks a bound, or a pass that the plan allows; with its value where three digits of that
+        look like the bound."""
+        found = self._binding
         if found is None or found[1] <= 1:
             return ""
         bound, share = found
         alike = not bound.targets and show_seconds(share * bound.seconds) == show_seconds(bound.seconds)
         by = f", by {show_apart(share * bound.seconds, bound.seconds)[0]}" if alike else ""
-        return f"the replay breaks the {bound}{by}"
+        seen = bound.metric != MAX_ITL or self.replay.percentiles.get(MAX_ITL, 0.0) > bound.seconds
+        return f"{'the replay' if seen else 'a pass that the plan allows'} breaks the {bound}{by}"
 
     def __repr__(self) -> str:
         figures = side_by_side(**self.plan.figures)
@@ -210,6 +220,8 @@ def simulate_plan(
     problem, profile, alone = problems[0], request.profile, list(zip(problems, plan.groups, strict=True))
     run, replayed, of_groups = _replayed(plan, request, problems, num_requests=num_requests, seed=seed, told=told)
     estimates = [one.estimate(group.schedule) for one, group in alone]
+    closed_form = together(estimates, [group.num_replicas for group in plan.groups])
+    stalls = [one.longest_stall(group.schedule) for one, group in alone]
     first, *more = (
         replace(group, kv_cache_tokens=group.kv_cache_tokens or kv_cache_tokens(one, group.schedule))
         for one, group in alone
@@ -217,9 +229,8 @@ def simulate_plan(
     full = full_batches(alone) if problem.arrivals else None
     filled = replace(
         with_headroom(replace(plan, replay=replayed), problems),
-        estimate=promised(replayed, estimates[0])
-        if problem.arrivals
-        else together(estimates, [group.num_replicas for group in plan.groups]),
+        estimate=promised(replayed, closed_form) if problem.arrivals else closed_form,
+        longest_stall=asdict(max(stalls, key=lambda stall: stall.seconds)),
         kv_cache_tokens=first.kv_cache_tokens,
         capacity=full.of_each(plan.num_replicas) if full and not more else plan.capacity,
         more_replicas=tuple(more),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import exeplan
-from exeplan.core.bounds import utilizations
+from exeplan.core.bounds import MAX_ITL, Bound, utilizations
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule, Stage
@@ -89,6 +89,34 @@ def test_unequal_groups_share_one_stream(profile: Profile, capacity: float) -> N
     assert counts.sum() == 3000
     assert counts[2] < 0.95 * counts[:2].min()
     assert found.routed.replicas[2].peak_kv_tokens <= 1024
+
+
+def test_the_longest_gap_is_that_of_the_group_whose_passes_take_longest(profile: Profile, capacity: float) -> None:
+    """Also where the requests of the replay met no such pass: a bound on gaps is on the passes that the plan allows."""
+    plan = plan_of(profile, replicas=1, router=ROUTERS[0], rate=0.3 * capacity)
+    large = ReplicaGroup(
+        schedule=Schedule("orca", {"max_num_seqs": 8}),
+        placement=plan.placement,
+        first_devices=(1,),
+        kv_cache_tokens=4096,
+    )
+    plan = replace(plan, router=ROUTERS[0], more_replicas=(large,))
+
+    def simulated(seconds: float) -> exeplan.Simulation:
+        bounded = replace(plan, more_bounds=(Bound(seconds=seconds, metric=MAX_ITL),))
+        return exeplan.simulate(bounded, profile=profile, requests=200)
+
+    loose = simulated(100.0)
+    short, long = (group.estimate.percentiles[MAX_ITL] for group in loose.groups)
+    assert short < long
+    assert loose.estimate.percentiles[MAX_ITL] == loose.plan.longest_stall["seconds"] == long
+    assert loose.broken_bound is None
+    seen = loose.replay.percentiles[MAX_ITL]
+    assert seen < 0.9 * long
+    between = simulated(0.95 * long)
+    assert between.broken_bound == Bound(seconds=0.95 * long, metric=MAX_ITL)
+    assert repr(between).endswith(f"a pass that the plan allows breaks the {between.broken_bound}")
+    assert repr(simulated(0.5 * seen)).endswith(f"the replay breaks the {Bound(seconds=0.5 * seen, metric=MAX_ITL)}")
 
 
 def test_a_trace_comes_to_all_replicas_at_its_own_times(profile: Profile) -> None:

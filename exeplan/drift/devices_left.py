@@ -111,8 +111,9 @@ def _request(plan: Plan, own: Plan, devices: Sequence[Sequence[int]]) -> PlanReq
         arrivals = stream.split(plan.num_replicas, plan.router or ROUTERS[0])
     cluster = _cluster(request, num_devices(own.placement), devices)
     limit = request.max_num_seqs
-    if limit is not None:  # Of all the plan's devices.
-        planned = plan.gpus or sum(num_devices(placement) for group in plan.groups for placement in group.placements)
+    if limit is not None:  # Of all the plan's devices; equal replicas share it alone.
+        used = sum(num_devices(placement) for group in plan.groups for placement in group.placements)
+        planned = (plan.more_replicas and plan.gpus) or used
         limit = max(limit * sum(map(len, devices)) // planned, 1)
     return replace(request, cluster=cluster, arrivals=arrivals, one_pipeline=True, max_num_seqs=limit)
 

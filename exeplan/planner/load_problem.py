@@ -333,7 +333,7 @@ def replica_problem(request: PlanRequest, plan: Plan, group: ReplicaGroup) -> Pr
     problem = replace(request, one_pipeline=True).problem_at(group.placement)
     if plan.num_replicas == 1:
         return problem
-    one = problem.replica(group.placement, plan.num_replicas, router=plan.router)
+    one = problem.replica(group.placement, plan.num_replicas, alike=not plan.more_replicas, router=plan.router)
     return replace(one, cluster=one.cluster and one.cluster.part(num_devices(group.placement)))
 
 

@@ -314,6 +314,8 @@ def replica_problems(plan: Plan, request: PlanRequest) -> tuple[Problem, ...]:
         total = sum(rate * group.num_replicas for rate, group in zip(rates, plan.groups, strict=True))
         shares = [rate / total for rate in rates]
     return tuple(
-        problem.replica(group.placement, plan.num_replicas, router=plan.router, share=share)
+        problem.replica(
+            group.placement, plan.num_replicas, alike=not plan.more_replicas, router=plan.router, share=share
+        )
         for problem, group, share in zip(alone, plan.groups, shares, strict=True)
     )

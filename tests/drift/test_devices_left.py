@@ -131,3 +131,8 @@ def test_fewer_devices_hold_as_many_fewer_requests(plan):
     for most, rows in ((8, 4), (3, 1)):
         schedule = plan_for_left(replace(plan, max_seqs=most), 0, [[0]]).plan.schedule
         assert load_policy(schedule.policy).starts_together(schedule) <= rows
+
+
+def test_idle_devices_held_no_requests(plan):
+    limited = replace(plan, max_seqs=8)
+    assert _request(replace(limited, gpus=3), limited, [[0]]).max_num_seqs == 4

@@ -357,6 +357,8 @@ def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], mar
     """The plan of these replicas without its estimates; `placed` is the problem of one of the first group."""
     model, first = problem.profile.model, groups[0]
     several = len(groups) > 1 or first.num_replicas > 1
+    # Idle GPUs have no places that others could take.
+    places = placed.max_seqs * first.num_replicas if problem.seqs_measured and len(groups) == 1 else problem.max_seqs
     return Plan(
         model=model.reference or model.name,
         schedule=first.schedule,
@@ -379,7 +381,7 @@ def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], mar
         kv_cache_tokens=first.kv_cache_tokens,
         capacity=first.capacity,
         gpu_memory_utilization=problem.utilization,
-        max_seqs=problem.max_seqs,
+        max_seqs=places,
         model_fingerprint=model.fingerprint,
         quantization=str(model.quantization) if model.quantization else None,
         workload_fingerprint=problem.workload.fingerprint,

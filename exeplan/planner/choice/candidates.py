@@ -23,7 +23,6 @@ from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.replicas import (
     best_division,
     division_throughput,
-    num_replicas,
     pipeline_sizes,
     sizes_between,
 )
@@ -297,8 +296,8 @@ def _of_size(
     if method != "branch-and-bound":
         beaten = 0.0
     elif problem.arrivals and part.cluster is not None:
-        together = max((num_replicas(problem.cluster, size) * value for size, value in rates.items()), default=0.0)
-        beaten = max(at_least, together / num_replicas(problem.cluster, part.cluster.num_gpus))
+        together = max((problem.replicas_of(size) * value for size, value in rates.items()), default=0.0)
+        beaten = max(at_least, together / problem.replicas_of(part.cluster.num_gpus))
     else:
         fitting = {size: value for size, value in rates.items() if part.cluster and size <= part.cluster.num_gpus}
         beaten = max(at_least, division_throughput(fitting, best_division(fitting, part.cluster)))
@@ -310,7 +309,7 @@ def _of_size(
 def part_of(problem: Problem, size: int) -> Problem | None:
     """The problem of one of as many pipelines of that many GPUs as there is room for; None where one is too small."""
     try:
-        return problem.part(size, replicas=num_replicas(problem.cluster, size))
+        return problem.part(size, replicas=problem.replicas_of(size))
     except Infeasible:
         return None
 

@@ -93,7 +93,8 @@ def with_frontier(problem: Problem, one: Candidate, *, num_bounds: int = 24) -> 
     factor = capacity(one) / alone if (alone := sustained(one)) else float(one.num_replicas)
     trials = list(one.search.frontier)
     if widest > lowest:
-        placed, outcomes = replace(problem.replica(one.placement, one.num_replicas), cluster=None), Outcomes()
+        replica = problem.replica(one.placement, one.num_replicas, alike=not one.more_replicas)
+        placed, outcomes = replace(replica, cluster=None), Outcomes()
         for seconds in np.geomspace(lowest, widest, num_bounds):
             looser = placed.limited_to(float(seconds))
             found = candidate(looser, one.policy, "branch-and-bound", outcomes=outcomes).search

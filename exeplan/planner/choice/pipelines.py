@@ -9,7 +9,9 @@ the plan that is made of a division (`answers.py`).
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 
 from exeplan.core.bounds import Bound, scaled, utilizations
 from exeplan.core.schedule import Estimate, Placement, Schedule, num_ranks
@@ -36,7 +38,6 @@ from exeplan.planner.problems.replicas import (
     Division,
     best_division,
     division_throughput,
-    num_replicas,
     pipeline_sizes,
 )
 from exeplan.progress import Told
@@ -127,7 +128,8 @@ class Pipelines:
                 self.parts[size] = problem.part(size, replicas=self.count(size))
             for policy in policies:
                 self.found.setdefault((size, policy), not_searched(policy))
-        self.limits: dict[Key, tuple[Bound, ...]] = dict.fromkeys(self.found, held)
+        self.alike = problem.one_pipeline or problem.arrivals is not None
+        """All replicas are equal."""
         self.proofs: dict[Key, Proof] = {}
         self.headrooms: dict[Key, Headrooms] = {}
         """Of proved pipelines at a rate (`most_headroom.py`)."""
@@ -148,6 +150,30 @@ class Pipelines:
         """Schedules whose replay broke a bound."""
         self.unsure: dict[Key, Infeasible] = {}
         """Why the size of the trace leaves open whether a proved schedule sustains the rate, with a stated risk."""
+        self._share_places_of_idle_gpus(known)
+        self.limits: dict[Key, tuple[Bound, ...]] = dict.fromkeys(self.found, held)
+
+    def _share_places_of_idle_gpus(self, known: Known | None) -> None:
+        """Equal replicas alone, where they serve more with the places for residents that GPUs have which they leave
+        idle: in proportion to its GPUs any division may have its places, and idle ones keep theirs."""
+        if self.alike:
+            return
+        most, found, outcomes = self.throughput(self.best()), dict[Key, Candidate](), Outcomes()
+        parts = _parts_with_idle_places(self.problem, self.parts, self.effort.largest)
+        for (size, part), policy in product(parts.items(), self.policies):
+            at_least = most / self.count(size)
+            one = candidate(
+                part.held_to(self.held), policy, self.method, at_least=at_least, known=known, outcomes=outcomes
+            )
+            if sustained(one) > at_least:
+                found[size, policy] = one
+        if found:
+            self.alike, self.outcomes = True, outcomes
+            for size in sorted({size for size, _ in found}):
+                self.parts[size] = parts[size]
+                for policy in self.policies:
+                    self.found.setdefault((size, policy), not_searched(policy))
+            self.found |= found
 
     def score(self, key: Key) -> float:
         """Requests/s of one pipeline: by its replay where it has one, else by the closed form, at most as tried.
@@ -177,14 +203,14 @@ class Pipelines:
         return {size: (best[size][2], count) for size, count in self.divided(scores).items()}
 
     def divided(self, scores: Mapping[int, float]) -> Division:
-        if self.problem.one_pipeline or self.problem.arrivals:
+        if self.alike:
             most = max(scores, key=lambda size: (self.count(size) * scores[size], size), default=None)
             return {} if most is None else {most: self.count(most)}
         return best_division(scores, self.problem.cluster)
 
     def count(self, size: int) -> int:
         """Equal replicas of this size."""
-        return 1 if self.problem.one_pipeline else num_replicas(self.problem.cluster, size)
+        return self.problem.replicas_of(size)
 
     def throughput(self, division: Mapping[int, tuple[str, int]]) -> float:
         """Requests/s of all replicas."""
@@ -442,10 +468,24 @@ def _parts(problem: Problem, largest: int | None) -> dict[int, Problem]:
         if largest and size > largest:
             break
         try:
-            found[size] = problem.part(size, replicas=num_replicas(problem.cluster, size))
+            found[size] = problem.part(size, replicas=problem.replicas_of(size))
         except Infeasible:
             if size == problem.cluster.num_gpus:
                 raise
+    return found
+
+
+def _parts_with_idle_places(problem: Problem, parts: Mapping[int, Problem], largest: int | None) -> dict[int, Problem]:
+    """The problems of one of equal pipelines that leave GPUs idle, with the places of those, by the number of GPUs."""
+    if problem.cluster is None or problem.seqs_measured:
+        return {}
+    found: dict[int, Problem] = {}
+    for size in sorted({*pipeline_sizes(problem.cluster), *parts}):
+        count = problem.replicas_of(size)
+        if count * size == problem.cluster.num_gpus or (largest and size > largest):
+            continue
+        with suppress(Infeasible):  # The model does not fit so few GPUs.
+            found[size] = problem.part(size, replicas=count, alike=True)
     return found
 
 

@@ -24,6 +24,7 @@ from exeplan.core.profile import Profile
 from exeplan.core.queue_order import ORDERS
 from exeplan.core.schedule import ROUTERS, Estimate, Placement, Schedule, Sharding, num_devices, single_stage
 from exeplan.errors import Infeasible, InputError
+from exeplan.planner.problems.replicas import num_replicas
 from exeplan.policies import load_policy
 from exeplan.search.search import Outcome
 from exeplan.simulator.closed_form import SteadyState, estimate, steady_state
@@ -65,7 +66,9 @@ class Problem:
     utilization: float | None = None
     """The same as a share of each GPU, where it was given as one."""
     max_seqs: int
-    """Requests that may be resident at once."""
+    """Requests that may be resident at once, on all GPUs together."""
+    seqs_measured: bool = False
+    """They are as many as were measured on each GPU: those of an idle one go to no other."""
     order: str = "fcfs"
     """The queue order of planned schedules (see `exeplan.core.queue_order`); the closed form is the same for all."""
     across_nodes: bool = False
@@ -83,11 +86,17 @@ class Problem:
         """The same on another placement, with the same links."""
         return replace(self, cost=CostModel(self.cost.timings, placement, self.cost.cluster))
 
-    def part(self, num_gpus: int, *, replicas: int = 1, router: str = ROUTERS[0]) -> "Problem":
+    def replicas_of(self, num_gpus: int) -> int:
+        """How many equal pipelines of that many GPUs there are: as many as the cluster has room for, and none without
+        a resident request."""
+        return 1 if self.one_pipeline else min(num_replicas(self.cluster, num_gpus), self.max_seqs)
+
+    def part(self, num_gpus: int, *, replicas: int = 1, alike: bool = False, router: str = ROUTERS[0]) -> "Problem":
         """The problem of one of `replicas` pipelines, on so many GPUs of the cluster.
 
-        The limit on residents is in proportion, and a rate is split. Raises Infeasible where the model does not fit, or
-        no request may be resident.
+        The limit on residents is in proportion to the GPUs; replicas that are all `alike`, as they are at a rate, share
+        it alone, whatever GPUs are idle. A rate is split. Raises Infeasible where the model does not fit, or no request
+        may be resident.
         """
         assert self.cluster is not None
         cluster = self.cluster.part(num_gpus)
@@ -96,30 +105,39 @@ class Problem:
             self,
             cluster=cluster,
             cost=CostModel(self.cost.timings, cluster=cluster),
-            max_seqs=self._seqs_of(num_gpus / self.cluster.num_gpus),
+            max_seqs=self._seqs_of(num_gpus, replicas=replicas, alike=alike or self.arrivals is not None),
             min_throughput=0.0,
             arrivals=self.arrivals and self.arrivals.split(replicas, router),
         )
 
-    def _seqs_of(self, share: float) -> int:
+    def _seqs_of(self, num_gpus: int, *, replicas: int, alike: bool) -> int:
+        """Of one replica."""
+        own = self.seqs_measured or not alike
+        share = num_gpus / self.cluster.num_gpus if own and self.cluster else 1 / replicas
         if (number := int(self.max_seqs * share + 1e-9)) < 1:
             raise Infeasible(f"at most {self.max_seqs} requests may be resident, fewer than one for each replica")
         return number
 
     def replica(
-        self, placement: Placement, num_replicas: int, *, router: str | None = None, share: float | None = None
+        self,
+        placement: Placement,
+        num_replicas: int,
+        *,
+        alike: bool,
+        router: str | None = None,
+        share: float | None = None,
     ) -> "Problem":
-        """The problem of one of several replicas on its placement: its share of the requests and of the limits.
+        """The problem of one of several replicas on its placement: its share of the requests and of the limits, as of
+        `part` where all are `alike`, and where they are not.
 
         The share of arrivals may be given; it is equal otherwise.
         """
-        placed = self.at(placement)
+        seqs = self._seqs_of(num_devices(placement), replicas=num_replicas, alike=alike)
+        placed = replace(self.at(placement), max_seqs=seqs)
         if num_replicas == 1:
             return placed
-        devices = num_devices(placement) / self.cluster.num_gpus if self.cluster else 1 / num_replicas
         return replace(
             placed,
-            max_seqs=self._seqs_of(devices),
             min_throughput=0.0,
             arrivals=self.arrivals and self.arrivals.split(num_replicas, router or ROUTERS[0], share=share),
         )
@@ -395,6 +413,7 @@ def make_problem(
             memory=available,
             utilization=utilization,
             max_seqs=max_seqs or measured * cluster.num_gpus,
+            seqs_measured=max_seqs is None,
         )
     one_request = memory_bytes(profile, single_stage(profile.model), float(num_blocks_for(longest) * BLOCK_SIZE))
     if one_request > available:
@@ -410,6 +429,7 @@ def make_problem(
         memory=available,
         utilization=utilization,
         max_seqs=max_seqs or measured,
+        seqs_measured=max_seqs is None,
     )
 
 

@@ -181,7 +181,8 @@ def explain(
 ) -> Explanation:
     """Explains the optimum of a problem. `whole` is the cluster that the GPUs are a part of."""
     plan, explained = optimum.plan, _Plan(problem=problem, optimum=optimum, again=again)
-    placed = [problem.replica(g.placement, plan.num_replicas, router=plan.router) for g in plan.groups]
+    alike = not plan.more_replicas
+    placed = [problem.replica(g.placement, plan.num_replicas, alike=alike, router=plan.router) for g in plan.groups]
     more_latency = _more_latency(explained, told.part(0.0, 0.35, "more latency"))
     more_memory = _more_memory(explained, placed, told.part(0.35, 0.7, "more memory"))
     more_gpus = _more_gpus(explained, whole or problem.cluster, told.part(0.7, 0.8, "more GPUs"))
@@ -411,7 +412,7 @@ def _most(problem: Problem, one: Candidate) -> float:
         return capacity(one)
     assert one.schedule is not None
     assert one.placement is not None
-    placed = problem.replica(one.placement, one.num_replicas)
+    placed = problem.replica(one.placement, one.num_replicas, alike=True)
     return one.num_replicas * steady_state(one.schedule, placed.workload, placed.cost).throughput
 
 

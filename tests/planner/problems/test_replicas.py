@@ -1,6 +1,9 @@
-"""Division of a cluster into replicas: against all divisions of small clusters."""
+"""Division of a cluster into replicas: against all divisions of small clusters; more GPUs are never worse, and no
+division has more residents than may be."""
 
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,8 +12,11 @@ from hypothesis import strategies as st
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, Link, load_cluster
 from exeplan.core.models.model import load_model_spec
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import num_devices
 from exeplan.planner.choice.optimize import optimize, with_frontier
-from exeplan.planner.problems.problem import make_problem
+from exeplan.planner.choice.pipelines import Effort, Pipelines
+from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.problems.replicas import (
     best_division,
     division_throughput,
@@ -19,8 +25,11 @@ from exeplan.planner.problems.replicas import (
     pipeline_sizes,
 )
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.progress import SILENT
+from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
 
+A40 = load_cluster("a40")
 LINK = Link(bytes_per_second=1e9, latency=1e-6)
 
 
@@ -99,11 +108,68 @@ def test_equal_throughput_goes_to_fewer_replicas():
     assert best_division({1: 1.0, 2: 2.0, 4: 4.0}, cluster(1, 4)) == {4: 1}
 
 
+def on_a40s(model: str, gpus: int, *, bound: float, max_seqs: int | None = None, rate: float | None = None) -> Problem:
+    sheet = with_links(load_datasheet("a40-48gb"), A40)
+    profile = profile_from_datasheet(load_model_spec(model), sheet, dtype="float16")
+    problem = make_problem(profile, load_workload("S"), Bound(seconds=bound), cluster=A40.part(gpus), max_seqs=max_seqs)
+    return replace(problem, arrivals=Arrivals(rate=rate) if rate else None)
+
+
+def searched(problem: Problem) -> Pipelines:
+    return Pipelines(
+        problem,
+        ("orca",),
+        method="branch-and-bound",
+        seed=0,
+        risk=None,
+        known=None,
+        effort=Effort(report=False),
+        told=SILENT,
+    )
+
+
+@pytest.mark.parametrize("rate", [None, 0.001])
+@pytest.mark.parametrize("bound", [6.0, math.inf])
+@pytest.mark.parametrize("max_seqs", [1, 3, 8, 96])
+def test_more_gpus_are_never_worse_with_as_many_residents(max_seqs: int, bound: float, rate: float | None) -> None:
+    """A model that needs two GPUs, by the closed form; at a rate that is far below what full batches serve."""
+    before = 0.0
+    for gpus in (2, 3, 4, 5):
+        pipelines = searched(on_a40s("qwen3-32b", gpus, bound=bound, max_seqs=max_seqs, rate=rate))
+        division = pipelines.best()
+        assert sum(count * pipelines.parts[size].max_seqs for size, (_, count) in division.items()) <= max_seqs
+        assert pipelines.throughput(division) >= (1 - 1e-9) * before
+        before = pipelines.throughput(division)
+
+
+@pytest.mark.parametrize("rate", [None, 0.001])
+def test_fewer_residents_than_gpus_are_as_many_replicas(rate: float | None, profile: Profile) -> None:
+    """In proportion no GPU of four has one of three residents, so that one is idle."""
+    nodes = replace(cluster(1, 4), memory_bytes=8 << 30)
+    problem = make_problem(profile, load_workload("S"), Bound(seconds=math.inf), cluster=nodes, max_seqs=3)
+    pipelines = searched(replace(problem, arrivals=Arrivals(rate=rate) if rate else None))
+    assert pipelines.best() == {1: ("orca", 3)}
+    assert pipelines.parts[1].max_seqs == 1
+
+
+def test_one_replica_has_the_places_of_idle_gpus_wherever_it_is_looked_at() -> None:
+    """But not where as many residents may be as were measured on each GPU."""
+    problem = on_a40s("qwen3-32b", 3, bound=math.inf, max_seqs=8)
+    found = optimize(problem, policies=("orca",))
+    (candidate,) = found.candidates
+    assert candidate.placement is not None
+    assert (found.plan.num_replicas, num_devices(found.plan.placement)) == (1, 2)
+    assert found.plan.schedule["max_num_seqs"] == problem.replica(candidate.placement, 1, alike=True).max_seqs == 8
+    assert max(trial.point["max_num_seqs"] for trial in with_frontier(problem, candidate, num_bounds=4).frontier) == 8
+    measured = on_a40s("qwen3-32b", 3, bound=6.0)
+    assert measured.max_seqs == 3 * measured.replica(candidate.placement, 1, alike=True).max_seqs // 2
+    plan = optimize(measured, policies=("orca",)).plan
+    assert (plan.num_replicas, num_devices(plan.placement), plan.gpus) == (1, 2, 3)
+    assert plan.max_seqs == measured.max_seqs * 2 // 3
+
+
 def test_the_frontier_of_replicas_has_the_throughput_of_all_and_holds_the_plan():
-    a40 = load_cluster("a40")
-    sheet = with_links(load_datasheet("a40-48gb"), a40)
-    profile = profile_from_datasheet(load_model_spec("opt-13b"), sheet, dtype="float16")
-    problem = make_problem(profile, load_workload("S"), Bound(seconds=11.5), cluster=a40.part(4))
+    problem = on_a40s("opt-13b", 4, bound=11.5)
     found = optimize(problem, policies=("orca",))
     assert found.plan.num_replicas > 1
     (candidate,) = found.candidates

@@ -84,7 +84,8 @@ def optimize(
 def with_frontier(problem: Problem, one: Candidate, *, num_bounds: int = 24) -> Result:
     """The candidate's search with its frontier completed by searches under other bounds, on its placement.
 
-    A single search tries few points away from its bound. The throughput is that of all replicas.
+    A single search tries few points away from its bound. The throughput is that of all replicas. `best` is the schedule
+    of the candidate with full batches, which at a rate or adjusted is not the point that was found first.
     """
     assert one.search is not None
     assert one.placement is not None
@@ -101,9 +102,19 @@ def with_frontier(problem: Problem, one: Candidate, *, num_bounds: int = 24) -> 
             trials += found.frontier if found else ()
     return replace(
         one.search,
-        best=_times(one.search.best, factor) if one.search.best else None,
+        best=_times(best, factor) if (best := _planned(problem, one)) else None,
         frontier=tuple(_times(trial, factor) for trial in pareto(trials)),
     )
+
+
+def _planned(problem: Problem, one: Candidate) -> Trial | None:
+    """The candidate's schedule on one of its replicas, or the best point of its search where it has none."""
+    assert one.search is not None
+    assert one.placement is not None
+    if one.schedule is None:
+        return one.search.best
+    placed = problem.replica(one.placement, one.num_replicas)
+    return Trial(one.schedule.variables, placed.evaluate(one.schedule))
 
 
 def _times(trial: Trial, factor: float) -> Trial:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exeplan.figures import check_picture, new_figure, save_figure
-from exeplan.search.search import Result
+from exeplan.search.search import Result, Trial
 from exeplan.units import show_seconds
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ WIDEST = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierRow:
-    """A schedule on its policy's frontier. Seconds, requests/s."""
+    """A schedule on its policy's frontier, or the plan's, which may lie below it. Seconds, requests/s."""
 
     policy: str
     latency: float
@@ -33,28 +33,39 @@ class FrontierRow:
     label: str
     """Its control variables."""
     wins: bool
-    """The best of the plan's policy; of all, where there is no plan."""
+    """The plan's, or the best of its policy; of all, where there is no plan."""
 
 
 def frontier_rows(results: Mapping[str, Result], *, winning: str | None = None) -> list[FrontierRow]:
-    """Every policy's frontier, policies as given, latency rising; one row at most wins.
+    """Every policy's frontier, policies as given, latency rising; one row at most wins: the `best` of its result.
 
     `winning` is the policy of the plan, which a replay may prefer to the one with the most throughput by closed form.
     """
     winners = {policy: result.best for policy, result in results.items() if result.best is not None}
     if winning is None:
         winning = max(winners, key=lambda policy: winners[policy].outcome.throughput, default=None)
-    return [
-        FrontierRow(
-            policy=policy,
-            latency=trial.outcome.latency,
-            throughput=trial.outcome.throughput,
-            label=", ".join(f"{name}={value}" for name, value in trial.point.items()),
-            wins=policy == winning and trial == winners[policy],
-        )
-        for policy, result in results.items()
-        for trial in result.frontier
-    ]
+    rows = []
+    for policy, result in results.items():
+        best = winners.get(policy) if policy == winning else None
+        rows += [_row(policy, trial) for trial in result.frontier if best is None or not _same(trial, best)]
+        rows += [_row(policy, best, wins=True)] if best else []
+    places = {policy: number for number, policy in enumerate(results)}
+    return sorted(rows, key=lambda row: (places[row.policy], row.latency))
+
+
+def _row(policy: str, trial: Trial, *, wins: bool = False) -> FrontierRow:
+    return FrontierRow(
+        policy=policy,
+        latency=trial.outcome.latency,
+        throughput=trial.outcome.throughput,
+        label=", ".join(f"{name}={value}" for name, value in trial.point.items()),
+        wins=wins,
+    )
+
+
+def _same(one: Trial, other: Trial) -> bool:
+    """Whether they are one schedule; a point of a search may have variables that its schedule leaves out."""
+    return one.point == other.point or one.outcome == other.outcome
 
 
 def draw_frontier(results: Mapping[str, Result], path: Path, *, bound: float, winning: str | None = None) -> None:
@@ -69,7 +80,7 @@ def plot_frontier(rows: Sequence[FrontierRow], axes: "Axes", *, bound: float) ->
     """Draws the rows within `WIDEST` bounds, the bound and the winner."""
     rows = [row for row in rows if row.latency <= WIDEST * bound]
     for policy in dict.fromkeys(row.policy for row in rows):
-        own = [row for row in rows if row.policy == policy]
+        own = _rising([row for row in rows if row.policy == policy])
         axes.step([r.latency for r in own], [r.throughput for r in own], where="post", marker=".", label=policy)
     if math.isfinite(bound):
         axes.axvline(bound, color="0.3", linestyle="--", linewidth=1, label=f"bound {show_seconds(bound)}")
@@ -83,6 +94,11 @@ def plot_frontier(rows: Sequence[FrontierRow], axes: "Axes", *, bound: float) ->
         _mark(axes, winner)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="lower right")
+
+
+def _rising(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
+    """The rows with more throughput than all with less latency; these rise."""
+    return [row for n, row in enumerate(rows) if all(row.throughput > other.throughput for other in rows[:n])]
 
 
 def _mark(axes: "Axes", winner: FrontierRow) -> None:

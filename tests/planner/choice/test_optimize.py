@@ -17,9 +17,11 @@ from exeplan.planner.choice.optimize import optimize, resolve_policies, with_fro
 from exeplan.planner.problems.headroom import drift_headroom
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.problems.replays import kv_cache_tokens, replay_estimate
+from exeplan.planner.reports.frontier_plot import frontier_rows
 from exeplan.policies import load_policy, policy_names
 from exeplan.search.search import METHODS
 from exeplan.units import seconds
+from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Workload
 
@@ -248,3 +250,17 @@ def test_the_frontier_rises_in_both_and_holds_the_winner(profile: Profile) -> No
     assert (np.diff([t.outcome.throughput for t in frontier]) > 0).all()
     assert candidate.schedule is not None
     assert dict(candidate.schedule.variables) in [dict(t.point) for t in frontier]
+
+
+def test_the_star_of_the_frontier_is_the_plan_at_a_rate_too(profile: Profile) -> None:
+    problem = replace(asked(profile, SHORT, 0.1, max_seqs=32), arrivals=Arrivals(rate=60.0))
+    found = best(problem, "orca")
+    (candidate,) = found.candidates
+    planned = found.plan.schedule
+    assert candidate.search is not None
+    assert candidate.search.best is not None
+    assert dict(candidate.search.best.point) != dict(planned.variables)  # It has spare places.
+    (star,) = (row for row in frontier_rows({"orca": with_frontier(problem, candidate)}) if row.wins)
+    assert star.label == f"max_num_seqs={planned['max_num_seqs']}"
+    outcome = problem.evaluate(planned)
+    assert (star.latency, star.throughput) == (outcome.latency, outcome.throughput)

@@ -1,13 +1,15 @@
 """The rows are the policies' frontiers with one winner; the picture has the format of its file name."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from exeplan.errors import InputError
-from exeplan.planner.reports.frontier_plot import FrontierRow, draw_frontier, frontier_rows
+from exeplan.figures import new_figure
+from exeplan.planner.reports.frontier_plot import FrontierRow, draw_frontier, frontier_rows, plot_frontier
 from exeplan.policies.interface import Knob
-from exeplan.search.search import Outcome, search
+from exeplan.search.search import Outcome, Trial, search
 
 BATCH = Knob("batch_size", (1, 2, 4))
 
@@ -41,6 +43,19 @@ def test_rows_are_the_frontiers_with_one_winner():
 def test_the_policy_of_the_plan_wins_though_another_has_as_much_by_closed_form():
     rows = frontier_rows(results(bound=5.0), winning="fast")
     assert [(row.policy, row.latency) for row in rows if row.wins] == [("fast", 4.0)]
+
+
+def test_a_plan_below_the_frontier_has_a_star_and_the_curve_passes_above_it():
+    found = results(bound=5.0)
+    found["slow"] = replace(found["slow"], best=Trial({"batch_size": 5}, Outcome(3.5, 4.5, 1)))
+    rows = frontier_rows(found, winning="slow")
+    of_slow = [(row.label, row.latency, row.wins) for row in rows if row.policy == "slow"]
+    assert of_slow[-2:] == [("batch_size=4", 4.0, False), ("batch_size=5", 4.5, True)]
+    axes = new_figure(8, 5).add_subplot()
+    plot_frontier(rows, axes, bound=5.0)
+    curve, *_, star = axes.lines
+    assert curve.get_xdata().tolist() == [1.0, 2.0, 4.0]
+    assert (list(star.get_xdata()), list(star.get_ydata())) == ([4.5], [3.5])
 
 
 def test_no_row_wins_where_nothing_keeps_the_bound():

@@ -94,7 +94,9 @@ def solved(pipelines: Pipelines, division: Mapping[int, tuple[str, int]]) -> Opt
         plan=plan,
         candidates=found,
         beyond=placed.cost.beyond(steady.cycle),
-        unproven=tuple(filter(None, (too_short(one, group.schedule) for one, group in alone))),
+        unproven=tuple(
+            filter(None, (too_short(one, group.schedule, replicas=group.num_replicas) for one, group in alone))
+        ),
         run=proof.run,
         order=ranked and ranked[0],
         full=full,

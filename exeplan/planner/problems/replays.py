@@ -202,15 +202,26 @@ def promised(replayed: Estimate, closed_form: Estimate) -> Estimate:
     return replace(replayed, percentiles={**replayed.percentiles, **longest})
 
 
-def too_short(problem: Problem, schedule: Schedule) -> str:
-    """Why the longest replay of a schedule under a backlog is too short to prove it, as a sentence; '' where it is
-    not."""
-    needed, most = _generations(problem, steady_state(schedule, problem.workload, problem.cost)), _REPLAY_REQUESTS[1]
-    if problem.arrivals or most * _LEAST_GENERATIONS >= needed:
+def too_short(problem: Problem, schedule: Schedule, *, replicas: int = 1) -> str:
+    """Why the longest replay of a schedule is too short to prove it, as a sentence; '' where it is not.
+
+    Under a backlog it misses the steady state. Where requests come, to so many replicas together, it ends before their
+    batches have long been full; a trace is as long as it is.
+    """
+    arrivals, steady = problem.arrivals, steady_state(schedule, problem.workload, problem.cost)
+    if arrivals and arrivals.of_trace:
+        return ""
+    if arrivals:
+        needed, most = _FILLS * replicas * _filling(arrivals, steady), _MOST_ROUTED
+        shown = f"{schedule} with as many requests held as at any time later"
+    else:
+        needed, most = _generations(problem, steady), _REPLAY_REQUESTS[1]
+        shown = f"the steady state of {schedule}"
+    if most * _LEAST_GENERATIONS >= needed:
         return ""
     return (
-        f"unproven: {needed:.0f} requests would show the steady state of {schedule}, a replay has {most}; give "
-        "`exeplan simulate` more with --requests"
+        f"unproven: {needed:.0f} requests would show {shown}, a replay has {most}; give `exeplan simulate` more with "
+        "--requests"
     )
 
 

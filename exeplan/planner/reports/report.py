@@ -71,8 +71,9 @@ def columns(optimum: Optimum) -> dict[str, Estimate]:
 
 
 def proof_line(optimum: Optimum, problem: Problem) -> list[str]:
-    """How certain it is that the bounds hold, of a plan for a rate of arrivals by chance."""
-    if problem.arrivals is None or problem.arrivals.of_trace or math.isinf(problem.limit):
+    """How certain it is that the bounds hold, of a plan for a rate of arrivals by chance; nothing where its replays are
+    too short to say so."""
+    if problem.arrivals is None or problem.arrivals.of_trace or math.isinf(problem.limit) or optimum.unproven:
         return []
     shares = list(zip(*(utilizations(problem.bounds, one) for one in optimum.seeds), strict=True))
     if len(optimum.seeds) == 1:

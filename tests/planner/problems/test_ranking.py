@@ -32,7 +32,7 @@ from exeplan.planner.problems.ranking import (
     mean_estimate,
 )
 from exeplan.planner.problems.replays import replay_estimate, too_short
-from exeplan.planner.reports.report import optimum_report
+from exeplan.planner.reports.report import optimum_report, proof_line
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.run import Run
@@ -162,6 +162,31 @@ def test_a_replay_that_is_too_short_proves_nothing(problem: Problem, monkeypatch
     (sentence,) = optimize(problem, policies=("orca",)).unproven
     assert sentence.startswith("unproven: ")
     assert "a replay has 20" in sentence
+
+
+def test_a_replay_at_a_rate_that_ends_before_batches_are_full_proves_nothing(on_cluster: Problem) -> None:
+    """Ten times the requests that come until a long one is done would do, of all replicas together."""
+    schedule = Schedule("orca", {"max_num_seqs": 64})
+    alone = replace(on_cluster.part(1), bound=Bound(seconds=60.0))
+    held = steady_state(schedule, alone.workload, alone.cost).bound_latency("p99-length")
+    enough = replace(alone, arrivals=Arrivals(rate=7900 / 48 / held, sharing=48))
+    assert too_short(enough, schedule, replicas=48) == ""
+    sentence = too_short(replace(enough, arrivals=Arrivals(rate=8100 / 48 / held)), schedule, replicas=48)
+    assert sentence.startswith(
+        "unproven: 81000 requests would show orca(max_num_seqs=64) with as many requests held as"
+    )
+    assert "a replay has 40000; give `exeplan simulate` more" in sentence
+    assert too_short(replace(enough, arrivals=Arrivals(rate=8100 / 48 / held)), schedule) == ""
+
+
+def test_a_replay_that_is_too_short_calls_no_bound_proved(at_rate: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "the bounds" in "".join(proof_line(optimize(at_rate, policies=("orca",)), at_rate))
+    monkeypatch.setattr(replays, "_MOST_ROUTED", 2500)
+    monkeypatch.setattr(replays, "_FILLS", 100_000)
+    found = optimize(at_rate, policies=("orca",))
+    (sentence,) = found.unproven
+    assert sentence in optimum_report(found, at_rate)
+    assert proof_line(found, at_rate) == []
 
 
 def test_the_best_of_three_misjudged_variants_is_kept(on_cluster: Problem, monkeypatch: pytest.MonkeyPatch) -> None:

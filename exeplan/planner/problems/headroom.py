@@ -14,6 +14,7 @@ from exeplan.core.bounds import scaled, values_of
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.planner.problems.problem import Problem
+from exeplan.planner.problems.replays import kv_cache_tokens
 
 _LIMIT, _STEPS, _FIRST, _WIDER = 4.0, 1024, 16, 4
 """The most that is told, the steps to it, the one that is tried first, and by which factor the next one is further."""
@@ -65,11 +66,19 @@ def is_most(headroom: float | None) -> bool:
 def drift_headroom(problem: Problem, schedule: Schedule) -> float | None:
     """The share by which output lengths may rise, all in proportion, before a bound breaks.
 
-    None without a finite bound; never more than 400 %.
+    None without a finite bound; never more than 400 %. Where requests arrive, as many are served at once as the plan's
+    KV cache then holds: the others wait. Under a backlog fewer at once have less latency, and nothing waits.
     """
     if math.isinf(problem.limit):
         return None
-    return _headroom(lambda rise: replace(problem, workload=problem.workload.scale(1.0 + rise)).filled(schedule))
+    tokens = kv_cache_tokens(problem, schedule) if problem.arrivals else math.inf
+
+    def filled(rise: float) -> float:
+        longer = replace(problem, workload=problem.workload.scale(1.0 + rise))
+        held = longer.within_cache(schedule, tokens) if problem.arrivals else schedule
+        return longer.filled(held) if held else math.inf
+
+    return _headroom(filled)
 
 
 def rate_headroom(problem: Problem, schedule: Schedule) -> float | None:

@@ -25,7 +25,7 @@ from exeplan.core.queue_order import ORDERS
 from exeplan.core.schedule import ROUTERS, Estimate, Placement, Schedule, Sharding, num_devices, single_stage
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.problems.replicas import num_replicas
-from exeplan.policies import load_policy
+from exeplan.policies import load_policy, reserves
 from exeplan.search.search import Outcome
 from exeplan.simulator.closed_form import SteadyState, estimate, steady_state
 from exeplan.simulator.cost import CostModel
@@ -300,6 +300,30 @@ class Problem:
             fits = self.evaluate(_with_batch(schedule, name, middle, self.workload)).memory <= 1
             low, high = (middle, high) if fits else (low, middle - 1)
         return _with_batch(schedule, name, low, self.workload)
+
+    def within_cache(self, schedule: Schedule, kv_tokens: float) -> Schedule | None:
+        """The schedule with batches as large as so many tokens of KV cache hold, and at most its own; None where they
+        do not hold a batch of one."""
+        if self._held_tokens(schedule) <= kv_tokens:
+            return schedule
+        name = _batch_name(schedule, self.workload)
+        low, high = 0, self._batch(schedule, name)
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self._held_tokens(_with_batch(schedule, name, middle, self.workload)) <= kv_tokens
+            low, high = (middle, high) if fits else (low, middle)
+        return _with_batch(schedule, name, low, self.workload) if low else None
+
+    def _held_tokens(self, schedule: Schedule) -> float:
+        """Tokens of KV cache that full batches take; where requests reserve it, each at its full length."""
+        steady, law = steady_state(schedule, self.workload, self.cost), self.workload
+        if not reserves(schedule):
+            return steady.kv_tokens
+        lengths = np.ceil((law.inputs + law.outputs) / BLOCK_SIZE) * BLOCK_SIZE
+        # Of those that leave when they are done the long ones are there for longer.
+        stays = 1 if load_policy(schedule.policy).KEEPS_FINISHED_ROWS else law.outputs
+        reserved = steady.cycle.num_seqs * float(np.average(lengths, weights=law.weights * stays))
+        return max(steady.kv_tokens, reserved)
 
     def with_shorter_stalls(self, schedule: Schedule) -> Schedule:
         """The schedule with a limit on the tokens of a pass, where single gaps are not bounded and one may exceed the

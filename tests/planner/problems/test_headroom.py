@@ -4,15 +4,22 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from exeplan.core.bounds import Bound
+from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule
 from exeplan.planner.choice.optimize import optimize
-from exeplan.planner.problems.headroom import _LIMIT, _STEPS, _headroom
+from exeplan.planner.problems.headroom import _LIMIT, _STEPS, _headroom, drift_headroom
 from exeplan.planner.problems.problem import make_problem
+from exeplan.planner.problems.replays import kv_cache_tokens, replay_estimate
 from exeplan.planner.reports.report import promise_report
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
+from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
 
@@ -71,3 +78,45 @@ def test_the_most_that_is_told_is_not_called_where_the_bounds_break(profile: Pro
     lines = promise_report(asked, replace(plan, rate_headroom=0.5, drift_headroom=0.5))
     assert any("the bounds hold until the rate is 50 % higher, by" in line for line in lines)
     assert "drift headroom: the bound holds until outputs are 50 % longer" in lines
+
+
+ORCA = Schedule("orca", {"max_num_seqs": 46})
+CHUNKED = Schedule("chunked", {"max_num_seqs": 53, "max_num_batched_tokens": 512})
+"""The largest batches that the memory of an A40 holds, of requests as below."""
+
+
+@pytest.mark.parametrize("schedule", [ORCA, CHUNKED], ids=str)
+def test_slots_that_the_cache_does_not_hold_with_longer_outputs_are_no_drift_headroom(schedule: Schedule) -> None:
+    profile = profile_from_datasheet(load_model_spec("opt-13b"), load_datasheet("a40-48gb"), dtype="float16")
+    backlog = make_problem(profile, load_workload("normal:in=256,50,400;out=128,30,256"), Bound(seconds=30.0))
+    capacity = steady_state(schedule, backlog.workload, backlog.cost).throughput
+    problem = replace(backlog, arrivals=Arrivals(rate=0.7 * capacity))
+    tokens = kv_cache_tokens(problem, schedule)
+
+    def latency(rise: float) -> float:
+        longer = replace(problem, workload=problem.workload.scale(1 + rise))
+        return replay_estimate(longer, schedule, seed=0, kv_tokens=tokens)[1].latency
+
+    def with_all_slots(rise: float) -> float:
+        return replace(problem, workload=problem.workload.scale(1 + rise)).filled(schedule)
+
+    found = drift_headroom(problem, schedule)
+    assert found is not None
+    assert found < (promised := _headroom(with_all_slots))
+    assert latency(found) < 1.4 * 30.0
+    assert latency(promised) > 2.5 * 30.0
+
+
+def test_a_batch_within_a_cache_is_the_largest_that_it_holds(profile: Profile) -> None:
+    """Requests of 40 tokens: three blocks each where they reserve them."""
+    problem = make_problem(profile, load_workload("fixed:in=20;out=20"), Bound(seconds=1.0), max_seqs=16)
+    orca = Schedule("orca", {"max_num_seqs": 8})
+    assert problem.within_cache(orca, 8 * 48) == orca
+    held = [problem.within_cache(orca, tokens) for tokens in (7 * 48, 3 * 48 + 47, 47)]
+    assert [one and one["max_num_seqs"] for one in held] == [7, 3, None]
+    chunked = replace(CHUNKED, variables={**CHUNKED.variables, "max_num_seqs": 8})
+    tokens = steady_state(chunked, problem.workload, problem.cost).kv_tokens
+    assert problem.within_cache(chunked, tokens) == chunked
+    cut = problem.within_cache(chunked, np.nextafter(tokens, 0))
+    assert cut is not None
+    assert cut["max_num_seqs"] == 7

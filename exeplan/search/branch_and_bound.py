@@ -15,8 +15,10 @@ latency, then first in the order of the grid). Where the algorithm is loose in p
 - A dip above the tolerance (caches overflow, a prefill in every pass) breaks the bound itself: the corner may be worse
   than what lies below it. Then a pass before that one bounds a box by an estimate of the monotone envelope: the best of
   the corner and of the points 1, 2, 4, ... below it along each knob. That is a heuristic, as is the polish after each
-  pass (the same distances around the winner, and its diagonal neighbours, until nothing gains), so the dips are
-  reported too.
+  pass (the same distances around the winner, and its diagonal neighbours, until nothing gains).
+
+So the gap is a bound as long as nothing dips more than the points tried show. Dips that they show and that it does not
+count, above the tolerance or found when no more points were allowed, are reported: with them it is an estimate.
 """
 
 import heapq
@@ -49,18 +51,28 @@ class Doubt:
     """Throughput may fall towards the top-right corner by more than the slack."""
 
 
-def branch_and_bound(grid: Grid, tolerance: Slack, budget: int, *, thorough: bool = True) -> tuple[float, Slack]:
-    """Tries what it takes to know the best point. Returns the gap and the dips seen.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search knows of its best point."""
+
+    gap: float = 0.0
+    """(largest throughput that a box left over could hold - best) / best, 0 when none is left over."""
+    dips: Slack = Slack()  # noqa: RUF009 (frozen)
+    """The largest that were seen."""
+    uncounted: Slack = Slack()  # noqa: RUF009 (frozen)
+    """Of these the ones that the gap does not count, 0 where it does."""
+
+
+def branch_and_bound(grid: Grid, tolerance: Slack, budget: int, *, thorough: bool = True) -> Found:
+    """Tries what it takes to know the best point.
 
     Dips may cost up to 2 % of the grid's points, and as many again where these leave a gap that is worth it; 200 points
     where it need not be `thorough`.
-
-    The gap is (largest throughput that a box left over could hold - best) / best, 0 when none is left over.
     """
     used = declared = Slack(grid.falls, grid.falls)
     gap = _pass(grid, Doubt(declared), budget)
     if grid.at_least and not _near(grid):
-        return 0.0, Slack()
+        return Found()
     dips = grid.dips()
     steep = dips.throughput > max(tolerance.throughput, grid.falls)
     more = _allowance(grid) if thorough else _LEAST_ALLOWED
@@ -78,7 +90,12 @@ def branch_and_bound(grid: Grid, tolerance: Slack, budget: int, *, thorough: boo
     while (slack := _doubted(dips, declared, tolerance)) != used and len(grid.tried) < limit:
         gap = again(Doubt(slack, envelope=steep))
         dips, used = grid.dips(), slack
-    return max((1 + gap) * (1 + slack.throughput) / (1 + used.throughput) - 1, 0.0), dips
+    # Slack in throughput that no pass had scales the gap; of load it would have kept more of the boxes.
+    return Found(
+        gap=max((1 + gap) * (1 + slack.throughput) / (1 + used.throughput) - 1, 0.0),
+        dips=dips,
+        uncounted=dips.above(Slack(slack.throughput, used.load)),
+    )
 
 
 def _near(grid: Grid) -> bool:

@@ -53,6 +53,21 @@ class Slack:
     throughput: float = 0.0
     load: float = 0.0
 
+    @property
+    def most(self) -> float:
+        return max(self.throughput, self.load)
+
+    def above(self, other: "Slack") -> "Slack":
+        """The falls that are larger than another's, 0 for one that is not."""
+        return Slack(
+            self.throughput if self.throughput > other.throughput else 0.0,
+            self.load if self.load > other.load else 0.0,
+        )
+
+    def joined(self, other: "Slack") -> "Slack":
+        """The larger of both, each."""
+        return Slack(max(self.throughput, other.throughput), max(self.load, other.load))
+
 
 class Grid:
     """Remembers every outcome; `best` is the rank of the best point tried that breaks no limit."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from exeplan.errors import InputError
 from exeplan.policies.interface import Knob
-from exeplan.search.branch_and_bound import branch_and_bound
+from exeplan.search.branch_and_bound import Found, branch_and_bound
 from exeplan.search.grid import Grid, Index, Limits, Outcome, Slack
 
 METHODS = ("branch-and-bound", "exhaustive", "bayesian")
@@ -48,10 +48,13 @@ class Result:
     grid_size: int
     seconds: float
     gap: float | None
-    """(largest throughput that what was left out could hold - best) / best, if nothing dips more than `dips` says and
-    the tolerance allows; None when the method proves nothing or nothing was found."""
+    """(largest throughput that what was left out could hold - best) / best, if nothing dips more than `dips` says; an
+    estimate where some of these are `uncounted`. None when the method proves nothing or nothing was found."""
     dips: Slack | None
     """How far throughput and load were seen to fall while a knob rose; None when the method does not look."""
+    uncounted: Slack | None
+    """Of the dips those that the gap does not count, as they exceed the tolerance or what points were left for; 0 where
+    it counts them."""
 
 
 def search(
@@ -93,7 +96,7 @@ def search_grid(
     start = time.perf_counter()
     grid(grid.bottom)
     gap: float | None = None
-    dips: Slack | None = None
+    found: Found | None = None
     if method == "exhaustive":
         gap = 0.0
         for index in itertools.product(*map(range, grid.shape)):
@@ -104,11 +107,12 @@ def search_grid(
         sample(grid, num_trials=budget or 200, seed=seed)
     else:
         grid.lower()
-        gap, dips = branch_and_bound(grid, tolerance, budget or 20_000, thorough=thorough)
-    return _result(grid, gap, dips, time.perf_counter() - start)
+        found = branch_and_bound(grid, tolerance, budget or 20_000, thorough=thorough)
+        gap = found.gap
+    return _result(grid, gap, found, time.perf_counter() - start)
 
 
-def _result(grid: Grid, gap: float | None, dips: Slack | None, seconds: float) -> Result:
+def _result(grid: Grid, gap: float | None, found: Found | None, seconds: float) -> Result:
     def trial(index: Index) -> Trial:
         return Trial(grid.point(index), grid.tried[index])
 
@@ -123,7 +127,8 @@ def _result(grid: Grid, gap: float | None, dips: Slack | None, seconds: float) -
         grid_size=math.prod(grid.shape),
         seconds=seconds,
         gap=gap if winner is not None else None,
-        dips=dips,
+        dips=found.dips if found else None,
+        uncounted=found.uncounted if found else None,
     )
 
 

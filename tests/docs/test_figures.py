@@ -112,6 +112,7 @@ ALLOWED = {
         "95 % confidence": "a constant of the code",
         "40,000 requests were added": "a constant of the code",
         "the longest replay has 40,000 requests, of all replicas": "a constant of the code",
+        "above its tolerance of 2 %": "a constant of the code",
         "the first 10,000 of them (of several replicas 40,000)": "constants of the code",
         "the longest replay, 30,000 requests": "a constant of the code",
     },

@@ -132,6 +132,7 @@ def test_finds_the_optimum_where_throughput_falls_at_the_edge(latency, memory):
     assert result.best.outcome.throughput >= 0.9995 * table.values[0][table.referee(**limits)]
     if result.best.point["k1"] == 197:
         assert result.dips.throughput > 0.2
+        assert result.uncounted.throughput == result.dips.throughput
 
 
 @pytest.mark.parametrize("noise", [0.001, 0.01, 0.03])
@@ -146,6 +147,10 @@ def test_noise_costs_less_than_its_size(noise, latency, memory):
     assert result.num_points <= 0.05 * result.grid_size
     if noise <= 0.01:
         assert lost <= result.gap + 1e-12
+    # The gap counts up to 2 %, and of the load what a pass was left for.
+    assert result.uncounted.throughput == (result.dips.throughput if result.dips.throughput > 0.02 else 0.0)
+    assert result.uncounted.load in (0.0, result.dips.load)
+    assert result.uncounted.load or result.dips.load <= 0.02
 
 
 @pytest.mark.parametrize(("latency", "memory"), [(0.02, 1), (0.1, 0.02), (0.002, 1)])
@@ -217,6 +222,7 @@ def test_agrees_with_trying_everything_where_falls_are_declared(table, falls, la
 def test_declared_falls_cost_only_points_that_they_could_lift_to_the_best():
     rising = np.arange(1.0, 1001)
     result = assert_agrees(Table([rising, rising, rising], 0.25))
+    assert result.uncounted == Slack()
     assert 200 <= result.num_points < 300
     limited = assert_agrees(Table([rising, rising, rising], 0.25), bound=100.0)
     assert limited.num_points < 80
@@ -226,7 +232,7 @@ def test_the_exhaustive_method_tries_all():
     table = rra(prefill_batch=20, decode_steps=20)
     limits = {"bound": at(table, 0.3), "capacity": at(table, 0.3, axis=2)}
     result = table.search(**limits, method="exhaustive")
-    assert (result.num_points, result.gap) == (400, 0.0)
+    assert (result.num_points, result.gap, result.uncounted) == (400, 0.0, None)
     assert tuple(result.best.point.values()) == table.referee(**limits)
 
 
@@ -277,6 +283,18 @@ def test_the_frontier_has_the_undominated_points_that_fit_the_memory():
 def test_a_grid_of_one_point():
     result = Table([[7.0], [1.0], [1.0]]).search(bound=1, capacity=1)
     assert (result.best.outcome, result.num_points, result.what_binds) == (Outcome(7, 1, 1), 1, ())
+
+
+def test_a_gap_is_no_bound_where_falls_exceed_what_it_counts():
+    """Teeth of 30 % are far above what it counts, teeth of 1 % are within it."""
+    rising = np.arange(1.0, 401)
+    table = Table([np.where(np.arange(400) % 7 == 5, 1.3, 1.0) * rising, rising, rising])
+    result = table.search(bound=396.5)
+    assert result.dips.throughput > 0.02
+    assert result.uncounted.throughput == result.dips.throughput
+    assert result.uncounted.load == 0.0
+    smooth = Table([np.where(np.arange(400) % 7 == 5, 1.01, 1.0) * rising, rising, rising]).search(bound=396.5)
+    assert smooth.uncounted == Slack()
 
 
 def test_a_spent_budget_shows_in_the_gap():

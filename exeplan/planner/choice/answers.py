@@ -22,6 +22,7 @@ from exeplan.planner.problems.problem import Problem
 from exeplan.planner.problems.ranking import Order
 from exeplan.planner.problems.replays import FullBatches, full_batches, kv_cache_tokens, promised, too_short
 from exeplan.planner.problems.replicas import GroupFigures, division_throughput, first_devices, together
+from exeplan.search.grid import Slack
 from exeplan.search.search import Result
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.run import Run
@@ -77,7 +78,7 @@ def solved(pipelines: Pipelines, division: Mapping[int, tuple[str, int]]) -> Opt
         else together([pipelines.proofs[key].replayed for key in keys], counts),
         search={
             **_summary([one.search for one in pipelines.found.values() if one.search], pipelines.method),
-            "gap": _gap(pipelines),
+            **_gap(pipelines),
             "replays": len(seeds),
         },
     )
@@ -117,21 +118,29 @@ def _seeds(pipelines: Pipelines, keys: Sequence[Key], counts: Sequence[int]) -> 
     return tuple(together(of_seed, counts) for of_seed in zip(*each, strict=False))
 
 
-def _gap(pipelines: Pipelines) -> float | None:
-    """How much more throughput, relative and by the closed form, what the searches left out could have."""
-    gaps = {key: one.search.gap for key, one in pipelines.found.items() if one.search and one.search.gap is not None}
-    known = {
-        size: max(sustained(pipelines.found[size, policy]) for policy in pipelines.policies) for size in pipelines.parts
-    }
-    hoped = {
-        size: max(sustained(pipelines.found[size, p]) * (1 + gaps.get((size, p), 0.0)) for p in pipelines.policies)
+def _gap(pipelines: Pipelines) -> dict[str, Any]:
+    """`gap`: how much more throughput, relative and by the closed form, what the searches left out could have; and
+    `uncounted_dips`: the largest of those that no gap counts, of the searches that such dips might lift to more."""
+    searches = {key: one.search for key, one in pipelines.found.items() if one.search and one.search.gap is not None}
+    gaps = {key: 1 + (search.gap or 0.0) for key, search in searches.items()}
+    before, after = _throughput(pipelines, {}), _throughput(pipelines, gaps)
+    if not before or not gaps:
+        return {"gap": None, "uncounted_dips": None}
+    dips = {key: search.uncounted for key, search in searches.items() if search.uncounted is not None}
+    found = Slack()
+    for key, uncounted in dips.items():
+        if uncounted.most and _throughput(pipelines, {key: gaps[key] * (1 + uncounted.most)}) > before:
+            found = found.joined(uncounted)
+    return {"gap": after / before - 1, "uncounted_dips": asdict(found) if dips else None}
+
+
+def _throughput(pipelines: Pipelines, factors: Mapping[Key, float]) -> float:
+    """Requests/s of the best division by the closed form, if pipelines had so many times what they have."""
+    scores = {
+        size: max(sustained(pipelines.found[size, p]) * factors.get((size, p), 1.0) for p in pipelines.policies)
         for size in pipelines.parts
     }
-    before, after = (
-        division_throughput(scores, pipelines.divided({size: value for size, value in scores.items() if value}))
-        for scores in (known, hoped)
-    )
-    return after / before - 1 if before and gaps else None
+    return division_throughput(scores, pipelines.divided({size: value for size, value in scores.items() if value}))
 
 
 def _groups(

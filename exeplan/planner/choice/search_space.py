@@ -28,7 +28,7 @@ from exeplan.planner.problems.server_layouts import (
 )
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Knob, Policy
-from exeplan.search.grid import Grid, Index, Limits
+from exeplan.search.grid import Grid, Index, Limits, Slack
 from exeplan.search.line import reach
 from exeplan.search.search import Outcome, Result, Trial, search_grid
 from exeplan.simulator.closed_form import steady_state
@@ -228,6 +228,7 @@ def search_variants(
         grid_size=sum(math.prod(grid.shape) for grid in grids),
         seconds=time.perf_counter() - began,
         gap=max(gaps, default=None),
+        uncounted=_uncounted(results, number),
     )
     return result, found[number].problem.cost.placement
 
@@ -339,6 +340,25 @@ def _gaps(results: Mapping[int, Result], number: int) -> list[float]:
         for result in results.values()
         if result.best is not None and result.gap is not None
     ]
+
+
+def _uncounted(results: Mapping[int, Result], number: int) -> Slack | None:
+    """The largest dips that no gap counts, of the variants that such dips might lift to the best point; None where the
+    method looks for none.
+
+    Throughput rises no faster than the load, so that a dip in that lifts it no more.
+    """
+    best = results[number].best
+    if results[number].uncounted is None or best is None:
+        return None
+    found = Slack()
+    for result in results.values():
+        if result.best is None or result.uncounted is None:
+            continue
+        hoped = result.best.outcome.throughput * (1 + (result.gap or 0.0)) * (1 + result.uncounted.most)
+        if hoped >= best.outcome.throughput:
+            found = found.joined(result.uncounted)
+    return found
 
 
 def _gap_between(found: Sequence[Variant], grids: Sequence[Grid], number: int) -> float:

@@ -218,10 +218,19 @@ def _untimed_processes(problem: Problem) -> list[str]:
 
 
 def search_line(optimum: Optimum) -> str:
-    """The search method, the points it tried, the seconds of all its processes together and its gap."""
+    """The search method, the points it tried, the seconds of all its processes together, and its gap with what makes
+    that an estimate."""
     search = optimum.plan.search
-    gap = "" if search["gap"] is None else f", gap {100 * search['gap']:.2g} %"
+    gap = "" if search["gap"] is None else f", gap {100 * search['gap']:.2g} %{_estimated(search)}"
     return f"{search['method']}: {search['points']} points, {show_seconds(search['seconds'])} of computing{gap}"
+
+
+def _estimated(search: Mapping[str, Any]) -> str:
+    """That the gap is no bound, and why: falls that the search saw and that it does not count."""
+    names = (("throughput", "throughput"), ("load", "latency or memory"))
+    dips = search["uncounted_dips"] or {}
+    fell = [f"{shown} fell by {100 * dips[name]:.2g} %" for name, shown in names if dips.get(name)]
+    return f" (an estimate: with more of a variable, {' and '.join(fell)})" if fell else ""
 
 
 def policy_rows(optimum: Optimum) -> list[tuple[str, ...]]:

@@ -11,6 +11,7 @@ import pytest
 from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
 from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.answers import Optimum
 from exeplan.planner.choice.optimize import optimize, resolve_policies, with_frontier
@@ -18,8 +19,9 @@ from exeplan.planner.problems.headroom import drift_headroom
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.problems.replays import kv_cache_tokens, replay_estimate
 from exeplan.planner.reports.frontier_plot import frontier_rows
+from exeplan.planner.reports.report import search_line
 from exeplan.policies import load_policy, policy_names
-from exeplan.search.search import METHODS
+from exeplan.search.search import METHODS, Outcome
 from exeplan.units import seconds
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
@@ -250,6 +252,32 @@ def test_the_frontier_rises_in_both_and_holds_the_winner(profile: Profile) -> No
     assert (np.diff([t.outcome.throughput for t in frontier]) > 0).all()
     assert candidate.schedule is not None
     assert dict(candidate.schedule.variables) in [dict(t.point) for t in frontier]
+
+
+@pytest.mark.parametrize(("fall", "told"), [(0.2, 0.25), (0.01, 0.0)])
+def test_a_gap_is_called_an_estimate_where_throughput_falls_further_than_it_counts(
+    fall: float, told: float, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = Problem.evaluate
+
+    def with_teeth(problem: Problem, schedule: Schedule) -> Outcome:
+        found, tooth = evaluate(problem, schedule), schedule["max_num_seqs"] % 3 == 0
+        return replace(found, throughput=found.throughput * (1 - fall)) if tooth else found
+
+    monkeypatch.setattr(Problem, "evaluate", with_teeth)
+    optimum = best(asked(profile, SHORT, 0.1), "orca")
+    search, line = optimum.plan.search, search_line(optimum)
+    assert search["uncounted_dips"]["load"] == 0.0
+    assert search["uncounted_dips"]["throughput"] <= told
+    if told:
+        assert search["uncounted_dips"]["throughput"] > told / 2
+        shown = f"{100 * search['uncounted_dips']['throughput']:.2g} %"
+        assert re.search(rf", gap \S+ % \(an estimate: with more of a variable, throughput fell by {shown}\)$", line)
+    else:
+        assert re.search(r", gap \S+ %$", line)
+    sure = best(asked(profile, SHORT, 0.1), "orca", "exhaustive")
+    assert (sure.plan.search["gap"], sure.plan.search["uncounted_dips"]) == (0.0, None)
+    assert search_line(sure).endswith(", gap 0 %")
 
 
 def test_the_star_of_the_frontier_is_the_plan_at_a_rate_too(profile: Profile) -> None:

@@ -259,7 +259,8 @@ class Pipelines:
             return None
         other = max(rivals, key=self.throughput)
         num_seeds = min(self._num_seeds(key) for key in (*keys_of(division), *keys_of(other)))
-        less, interval = behind(self._of_seeds(division, num_seeds), self._of_seeds(other, num_seeds))
+        of_seeds = (self._of_seeds(one, num_seeds) for one in (division, other))
+        less, interval = behind(*of_seeds, look_by_look=True)
         name = " and ".join(str(self.found[key].schedule) for key in keys_of(other))
         return Order(runner_up=name, behind=less, interval=interval, num_seeds=num_seeds), other
 

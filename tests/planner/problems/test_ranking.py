@@ -78,6 +78,35 @@ def test_the_interval_of_the_difference_covers_the_true_one(num_seeds: int) -> N
     assert 920 <= covered <= 980
 
 
+def test_two_that_are_alike_are_seldom_told_apart_by_looking_after_every_seed() -> None:
+    """At 95 % confidence at most one in twenty, by whichever look: by intervals for a single look it is one in six."""
+    rng, told, by_single_looks, trials = np.random.default_rng(0), 0, 0, 5000
+    for _ in range(trials):
+        best, other = 100 * (1 + rng.normal(0, 0.01, (2, MOST_SEEDS)))
+        looks = range(2, MOST_SEEDS + 1)
+        told += any(abs(less) > half for n in looks for less, half in [behind(best[:n], other[:n], look_by_look=True)])
+        by_single_looks += any(abs(less) > half for n in looks for less, half in [behind(best[:n], other[:n])])
+    assert 0.04 < told / trials <= 0.05 + 2 * math.sqrt(0.05 / trials)
+    assert by_single_looks / trials > 0.15
+
+
+def test_a_difference_that_one_look_of_several_shows_by_chance_is_not_certain(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 % +- 1.99 % after three seeds, were it the only look; certain after four."""
+    less = (0.02, 0.012, 0.028, 0.02, 0.02, 0.02, 0.02, 0.02)
+
+    def replayed(problem: Problem, schedule: Schedule, **options: object) -> tuple[Run, Estimate]:
+        run, found = replay_estimate(problem, schedule, **options)  # type: ignore[arg-type]
+        slower = less[int(str(options["seed"]))] if schedule.policy == "chunked" else 0.0
+        return run, replace(found, throughput=100.0 * (1 - slower))
+
+    monkeypatch.setattr(seeded_replays, "replay_estimate", replayed)
+    order = optimize(problem, policies=("orca", "chunked")).order
+    assert order is not None
+    assert (order.num_seeds, order.certain, round(order.behind, 9)) == (4, True, 0.02)
+
+
 def test_one_seed_makes_nothing_certain() -> None:
     less, interval = behind([10.0], [9.0])
     assert (round(less, 9), interval) == (0.1, math.inf)

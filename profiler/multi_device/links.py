@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from multiprocessing import connection, get_context
@@ -206,6 +206,9 @@ class _Timed:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self.group.all_gather(x)
+
+    def muted(self) -> AbstractContextManager[None]:
+        return self.group.muted()
 
     @property
     def disturbed(self) -> bool:

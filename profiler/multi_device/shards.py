@@ -7,6 +7,7 @@ the same on every rank.
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +42,9 @@ class Silent:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat([x] * self.size, -1)
+
+    def muted(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def shared_degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:

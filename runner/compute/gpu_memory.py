@@ -127,7 +127,9 @@ def _budget_for(
 ) -> KVBudget | None:
     """The KV cache budget next to passes of `tokens` tokens; None when the passes alone do not fit. Raises InputError
     when they fit, but no block next to them, and these are the last passes to try."""
-    with untimed():  # Its decodes have contexts of one token, unlike real ones.
+    # Decodes have contexts of one token, unlike real ones. Of a stage's ranks one alone may run out of memory: amid its
+    # layers, while the others would wait for its next sum. What NCCL takes it has taken in the passes of the tuning.
+    with untimed(), runner.shard.group.muted():
         workspace = meter.workspace(lambda: run_passes(runner, tokens, most_rows(schedule)))
     if workspace is None:
         return None

@@ -1,6 +1,7 @@
 """Workers' collectives, sends and receives keep NCCL's rules on every kind of placement; seeded faults are found."""
 
 import contextlib
+import dataclasses
 import threading
 from collections import Counter
 from itertools import pairwise
@@ -11,10 +12,14 @@ from msgspec.structs import replace
 
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
+from exeplan.kernels.select import REFERENCE
 from exeplan.profiler.multi_device.links import captured_sums
 from exeplan.profiler.multi_device.rank_job import RankJob
+from exeplan.runner.compute.gpu_memory import fit_cache
+from exeplan.runner.compute.kv_budget import GPUMemory
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.tokens.sampling import SamplingParams
+from exeplan.runner.compute.weights.shard import whole
 from exeplan.runner.distributed import completion, kv_transfer, links, worker
 from exeplan.runner.distributed.kv_transfer import Sender
 from exeplan.runner.distributed.links import HiddenLinks
@@ -125,6 +130,58 @@ def test_sums_are_profiled_in_graphs_and_as_often_on_each_rank(monkeypatch):
     assert shapes[0] == shapes[1]
     assert [len(of_size) for of_size in shapes[0]] == [5, 5]
     assert Counter(machine.launches)["graph"] == 2 * sum(map(sum, shapes[0])) + 2 * 2 * 5
+
+
+class Gpu:
+    """Has memory for passes of so many tokens, beside any cache; more of them fail in the last layer."""
+
+    def __init__(self, runner: ModelRunner, most: int) -> None:
+        self._runner, self._most, self.tried = runner, most, []
+        *_, last = runner.model.layers
+
+        def layer(hidden_NE, *others):
+            self.tried.append(len(hidden_NE))
+            if len(hidden_NE) > self._most:
+                raise torch.cuda.OutOfMemoryError
+            return last(hidden_NE, *others)
+
+        runner.model.layers[-1] = layer
+
+    def memory(self) -> GPUMemory:
+        block_bytes = self._runner.cache.num_bytes // max(self._runner.cache.num_blocks, 1)
+        return GPUMemory(total := 1 << 30, total - block_bytes * self._runner.cache.num_blocks)
+
+    def workspace(self, work):
+        try:
+            work()
+        except torch.cuda.OutOfMemoryError:
+            return None
+        return self._runner.cache.num_bytes
+
+
+def test_ranks_try_smaller_passes_together_where_one_alone_runs_out_of_memory(monkeypatch):
+    """It leaves the pass amid its layers, and its next sum is that of the ranks' agreement."""
+    spec, found = dataclasses.replace(SPECS["llama"], max_context=512), {}
+
+    def run(rank: int) -> None:
+        fabric.init_process_group("nccl", rank=rank, world_size=2)
+        try:
+            shard = dataclasses.replace(whole(spec), group=DistributedGroup(fabric.new_group([0, 1])))
+            runner = ModelRunner(spec, shard=shard, num_blocks=1, dummy_weights=True, paged_with=REFERENCE)
+            gpu = Gpu(runner, (512, 1 << 20)[rank])
+            found[rank] = fit_cache(runner, SHARED, gpu, utilization=0.5), max(gpu.tried)
+        except BaseException as error:
+            fabric.fail(error)
+
+    with stand_in_for_nccl(monkeypatch, patience=20.0) as fabric:
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    budgets, tried = zip(*(found[rank] for rank in range(2)), strict=True)
+    assert budgets[0] == budgets[1]
+    assert budgets[0].pass_tokens == 512 < tried[0] == tried[1]
 
 
 def summing_out_of_order(patch):

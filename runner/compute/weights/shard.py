@@ -7,6 +7,7 @@ routed experts of a mixture are split like any feed-forward block, or whole ones
 (`whole_experts`), whose outputs are partial results of the same sum.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,10 @@ class Group(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, of equal shape, concatenated along the last dimension in rank order."""
 
+    def muted(self) -> AbstractContextManager[None]:
+        """Within it this rank calls no other, and waits for none: sums and gathers take the same memory, and have the
+        same shapes, as those of all ranks, and their values mean nothing."""
+
 
 class Alone:
     """The group of a single rank."""
@@ -43,6 +48,9 @@ class Alone:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x
+
+    def muted(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 ALONE = Alone()

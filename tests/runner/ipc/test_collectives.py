@@ -104,6 +104,15 @@ def buffer():
     shared.close()
 
 
+def test_a_muted_rank_waits_for_no_other(buffer):
+    group, x = SharedMemoryGroup(buffer.path, 0, 2, timeout=0.01), torch.ones(3, 4)
+    with group.muted():
+        assert group.all_reduce(x.clone()).shape == (3, 4)
+        assert group.all_gather(x).shape == (3, 8)
+    with pytest.raises(TimeoutError):
+        group.all_reduce(x)
+
+
 def test_a_rank_that_never_answers_is_named_after_the_timeout(buffer):
     group = SharedMemoryGroup(buffer.path, 0, 2, timeout=0.05)
     start = time.monotonic()

@@ -50,7 +50,7 @@ from exeplan.runner.logs import server_options
 
 log = logging.getLogger(__name__)
 LOAD_SECONDS = 600.0
-"""How long workers may take to load the model."""
+"""How long workers that load the model may report nothing."""
 
 
 OnLoading = Callable[[int, int], None]
@@ -233,11 +233,14 @@ class WorkerGroup:
             try:
                 report = self.reports.get(timeout=max(deadline - time.monotonic(), 0.0))
             except queue.Empty:
-                raise ChildProcessError(f"workers {sorted(waiting)} did not load within {LOAD_SECONDS:g} s") from None
+                raise ChildProcessError(
+                    f"workers {sorted(waiting)} reported nothing for {LOAD_SECONDS:g} s while they loaded the model"
+                ) from None
             if report is None:
                 continue
             match report.event:
                 case WorkerLoading(num_bytes=num_bytes):
+                    deadline = time.monotonic() + LOAD_SECONDS
                     on_loading(report.rank, num_bytes)
                 case WorkerReady(capacity=capacity):
                     waiting.discard(report.rank)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,8 +13,11 @@ import pytest
 
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped
+from exeplan.runner.distributed import worker_group
+from exeplan.runner.distributed.launcher import LocalLauncher, disconnect
 from exeplan.runner.distributed.worker_group import Report
-from exeplan.runner.ipc.messages import ExpectKV
+from exeplan.runner.ipc.frames import frame
+from exeplan.runner.ipc.messages import ExpectKV, WorkerLoading, WorkerReady
 
 from ..processes import PATIENCE, descendants, eventually, is_alive, listening, open_files
 from . import supervisor
@@ -69,6 +73,57 @@ def test_a_model_that_cannot_be_loaded_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="safetensors"):
         begin(PIPELINE, model=str(tmp_path), dummy_weights=False)
     eventually(lambda: {pid for pid in descendants(os.getpid()) if is_alive(pid)} <= before)
+
+
+class SlowWorker:
+    """Reports that it loads, so many times a pause apart, and that it is ready after one more."""
+
+    pid = None
+
+    def __init__(self, num_reports: int, pause: float) -> None:
+        self._channel, self._theirs = socket.socketpair()
+        self._num_reports, self._pause, self._ended = num_reports, pause, threading.Event()
+        self._thread = threading.Thread(target=self._load)
+        self._thread.start()
+
+    def connect(self) -> socket.socket:
+        return self._channel
+
+    def kill(self) -> None:
+        self._ended.set()
+
+    def join(self) -> None:
+        self._thread.join()
+        disconnect(self._theirs)
+
+    def _load(self) -> None:
+        for number in range(1, self._num_reports + 1):
+            if self._ended.wait(self._pause):
+                return
+            self._theirs.sendall(frame(WorkerLoading(num_bytes=number)))
+        if not self._ended.wait(self._pause):
+            self._theirs.sendall(frame(WorkerReady(capacity=None)))
+
+
+class SlowLauncher(LocalLauncher):
+    def __init__(self, *loading: tuple[int, float]) -> None:
+        """How often each worker reports, and at which pause."""
+        super().__init__()
+        self._loading = loading
+
+    def start(self, device: int, generation: int) -> SlowWorker:
+        return SlowWorker(*self._loading[device])
+
+
+def test_workers_may_load_for_any_time_that_they_report_it(monkeypatch):
+    monkeypatch.setattr(worker_group, "LOAD_SECONDS", 2.0)
+    begin(PIPELINE, launcher=SlowLauncher((12, 0.25), (0, 0.0))).kill()
+
+
+def test_workers_that_report_nothing_do_not_load_for_ever(monkeypatch):
+    monkeypatch.setattr(worker_group, "LOAD_SECONDS", 0.5)
+    with pytest.raises(ChildProcessError, match=r"workers \[1\] reported nothing for 0.5 s while"):
+        begin(PIPELINE, launcher=SlowLauncher((0, 0.0), (1, PATIENCE)))
 
 
 LOGGING = """

@@ -234,6 +234,7 @@ class Sender:
 
     @torch.inference_mode()
     def _run(self) -> None:
+        _use(self._device)
         stream = _stream(self._device)
         while True:
             self._send(self._pieces.get(), stream)
@@ -338,8 +339,7 @@ class Receiver:
 
     @torch.inference_mode()
     def _run(self, on_received: Callable[[int], None]) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # A new thread uses the first device.
+        _use(self._device)
         while True:
             batch = self._expected.get()
             if self._spec.is_encoder_decoder:
@@ -422,6 +422,12 @@ def _of_heads(kv_NMD: Tensor, num_tables: int, held: Sequence[int], chosen: Sequ
 
 def _shared_layers(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return max(one[0], other[0]), min(one[1], other[1])
+
+
+def _use(device: torch.device) -> None:
+    """In this thread; a new one uses the first GPU, on which it would take memory whenever it leaves a stream."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _stream(device: torch.device) -> "torch.cuda.Stream | None":

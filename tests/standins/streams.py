@@ -6,7 +6,8 @@ therefore always right; what is checked is whether they would be, whatever the s
 ordered after every earlier one that it conflicts with, by its stream, by events, or by a wait of the host. A launch, a
 wait and a synchronization advance vector clocks (as in `torch.cuda._sanitizer`, which needs a GPU and knows neither
 pinned memory nor graphs). Also found are memory that is freed while another stream than its own still uses it, graph
-outputs that another graph of the pool overwrote, and what may not happen while a graph is captured.
+outputs that another graph of the pool overwrote, what may not happen while a graph is captured, and streams of another
+device than the thread's.
 
 Counted as one launch each: an operation of torch, a kernel of `exeplan.kernels`, the replay of a graph. Not here:
 time, what a kernel does within its launch, and what torch itself orders wrongly.
@@ -300,7 +301,10 @@ class Machine:
 
     @contextlib.contextmanager
     def use_stream(self, stream: Stream | None) -> Iterator[None]:
+        """Leaving it returns to the thread's device, and makes a context there: the thread must have chosen its own."""
         before = getattr(self.local, "stream", None), self.device()
+        if stream is not None and stream.device.index and not hasattr(self.local, "device"):
+            raise self._failed(OrderError(f"{stream} in a thread that uses the first device"))
         if stream is not None:
             self.local.stream, self.local.device = stream, stream.device
         try:

@@ -57,7 +57,7 @@ def placements(spec):
         "pp2": placement(spec, [1, 1]),
         "tp2-pp2": placement(spec, [2, 2]),
         "waa": (*placement(spec, [1], "prefill"), *placement(spec, [2], "decode", 1)),
-        "waa-hosts": (*placement(spec, [1], "prefill"), *placement(spec, [2], "decode", 1)),
+        "waa-hosts": (*placement(spec, [1], "prefill", 2), *placement(spec, [2], "decode")),
     }
 
 

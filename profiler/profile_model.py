@@ -16,7 +16,7 @@ from exeplan.errors import InputError
 from exeplan.profiler.measuring.campaign import Campaign, Goal, num_copies
 from exeplan.profiler.measuring.device import available_memory, check_device, device_name, measure_device, versions
 from exeplan.profiler.measuring.measure import Rig
-from exeplan.profiler.measuring.memory import tensor_bytes
+from exeplan.profiler.measuring.memory import give_back_unused, tensor_bytes
 from exeplan.profiler.measuring.points import Work, choose_range
 from exeplan.profiler.multi_device.multi_device import ONE_DEVICE_SHARE, MultiDeviceProfiler, check_num_devices
 from exeplan.progress import Progress
@@ -112,7 +112,8 @@ def profile_model(
             return Campaign(rig, work, reach, goal=goal, output=output, bar=bar, before=before).run(complete=complete)
         alone = replace(goal, budget_seconds=budget_seconds * ONE_DEVICE_SHARE)
         profile = Campaign(rig, work, reach, goal=alone, output=output, bar=bar, before=before).run(complete=False)
-        del rig  # Frees its memory for the shards.
+        del rig
+        give_back_unused(place)  # To the shards, and to the processes of several ranks.
         multi_device = MultiDeviceProfiler(
             num_devices=num_devices, work=work, reach=reach, device=device, dummy_weights=dummy_weights
         )

@@ -1,5 +1,6 @@
 """Bytes: what a model's layers hold, and how far a pass raises the memory in use."""
 
+import gc
 import resource
 import sys
 from collections.abc import Callable
@@ -52,6 +53,13 @@ def peak_bytes(work: Callable[[], object], place: torch.device) -> int:
     before = _resident_bytes() if _reset_peak() else _highest_resident_bytes()
     work()
     return max(0, _highest_resident_bytes() - before)
+
+
+def give_back_unused(place: torch.device) -> None:
+    """Frees what nothing uses, on a GPU for other processes, too: torch's allocator keeps what was freed."""
+    gc.collect()
+    if place.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def runtime_bytes(place: torch.device) -> int | None:

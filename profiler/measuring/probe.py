@@ -84,9 +84,9 @@ class Probe:
         self._decoder_marks: list[list[Any]] = []
         """For each layer its beginning, those and the ends of its attentions, and its end."""
         self._encoder_marks: list[list[Any]] = []
-        self._every_layer = [self._timed(layer, self._decoder_marks) for layer in model.layers]
+        self._every_layer = [_timed(layer, self._decoder_marks, self.clock) for layer in model.layers]
         encoder_layers = getattr(model, "encoder_layers", ())
-        self._every_encoder_layer = [self._timed(layer, self._encoder_marks) for layer in encoder_layers]
+        self._every_encoder_layer = [_timed(layer, self._encoder_marks, self.clock) for layer in encoder_layers]
         self.layers, self.encoder_layers = self._every_layer, self._every_encoder_layer
 
     def use_layers(self, count: int) -> None:
@@ -127,24 +127,6 @@ class Probe:
     def _mark(self, part: str) -> None:
         self._around[part].append(self.clock())
 
-    def _timed(self, layer: Layer, all_marks: list[list[Any]]) -> Layer:
-        def run(hidden_NE: Tensor, angles: Angles | None, attend: Attend, wanted_R: Tensor | None = None) -> Tensor:
-            marks: list[Any] = []
-
-            def timed_attend(shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
-                marks.append(self.clock())
-                out = attend(shape, qkv_NMD)
-                marks.append(self.clock())
-                return out
-
-            marks.append(self.clock())
-            hidden_NE = layer(hidden_NE, angles, timed_attend)
-            marks.append(self.clock())
-            all_marks.append(marks)
-            return hidden_NE if wanted_R is None else hidden_NE[wanted_R]
-
-        return run
-
     def times(self) -> PassTimes:
         """Of the last pass."""
         synchronize(self.place)
@@ -158,6 +140,27 @@ class Probe:
             encoder_attentions=tuple(sum(_spans(marks)[1::2]) for marks in self._encoder_marks),
             cross=around["cross"],
         )
+
+
+def _timed(layer: Layer, all_marks: list[list[Any]], clock: Clock) -> Layer:
+    """The layer, which appends its marks; it holds no probe, which would hold the weights in a circle."""
+
+    def run(hidden_NE: Tensor, angles: Angles | None, attend: Attend, wanted_R: Tensor | None = None) -> Tensor:
+        marks: list[Any] = []
+
+        def timed_attend(shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
+            marks.append(clock())
+            out = attend(shape, qkv_NMD)
+            marks.append(clock())
+            return out
+
+        marks.append(clock())
+        hidden_NE = layer(hidden_NE, angles, timed_attend)
+        marks.append(clock())
+        all_marks.append(marks)
+        return hidden_NE if wanted_R is None else hidden_NE[wanted_R]
+
+    return run
 
 
 def _spans(marks: Sequence[Any]) -> list[float]:

@@ -1,7 +1,9 @@
 """profile_model() writes a whole profile that the cost model reproduces, and continues an interrupted run."""
 
+import gc
 import threading
 import time
+import weakref
 from _thread import interrupt_main
 from dataclasses import replace
 from functools import partial
@@ -16,6 +18,8 @@ from exeplan.core.profile import COMPUTE_OPS, Profile, load_profile, save_profil
 from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.profiler.measuring.lint import row_name
+from exeplan.profiler.measuring.measure import Rig
+from exeplan.profiler.multi_device.multi_device import MultiDeviceProfiler
 from exeplan.profiler.profile_model import profile_model
 from exeplan.profiler.thread_counts import profile_thread_counts
 from exeplan.simulator.cost import CostModel
@@ -164,6 +168,29 @@ def test_several_thread_counts_that_are_interrupted_are_all_resumed(
     assert found.complete
     assert found.thread_counts == (1, 2)
     assert not part.exists()
+
+
+def test_the_rig_of_one_device_is_gone_before_shards_are_measured(tmp_path: Path, monkeypatch) -> None:
+    """Also where parts of it hold each other."""
+    rigs = []
+
+    class Circular(Rig):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)
+            self.own = self
+            rigs.append(weakref.ref(self))
+
+    def extend(self: MultiDeviceProfiler, profile: Profile, **options: object) -> Profile:
+        assert [ref() for ref in rigs] == [None]
+        return profile
+
+    monkeypatch.setattr("exeplan.profiler.profile_model.Rig", Circular)
+    monkeypatch.setattr(MultiDeviceProfiler, "extend", extend)
+    gc.disable()
+    try:
+        run(tmp_path / "p.json", num_devices=2)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

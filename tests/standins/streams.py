@@ -340,7 +340,10 @@ class Machine:
         return DeviceTensor(values, memory, device)
 
     def freed(self, memory: Memory) -> None:
-        """The allocator may hand it out again, for work on its own stream from now on."""
+        """The allocator may hand it out again, for work on its own stream from now on; that of a graph's pool goes back
+        to the driver, which waits for all work."""
+        if memory.pool is not None:
+            return
         with self.lock:
             assert memory.home is not None
             spared = dict.fromkeys(memory.spared, 2**62)

@@ -4,6 +4,8 @@ The product runs unchanged on the stand-in's devices, with the reference kernels
 function of the product by one that lacks a wait, or uses memory too early.
 """
 
+import gc
+import weakref
 from collections import Counter
 from itertools import product
 
@@ -14,6 +16,7 @@ import torch
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.models.model import model_spec
 from exeplan.core.schedule import Schedule
+from exeplan.profiler.measuring.captured_decode import captured_executor, decode_parts, overheads
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.passes import decode_graphs, graph_capture
 from exeplan.runner.compute.passes.decode_graphs import DecodeGraphs
@@ -108,6 +111,34 @@ def test_a_decode_step_is_one_graph_and_few_copies(temperature, copies, launches
             engine.step()
 
 
+def test_graphs_and_their_memory_go_with_their_owner_at_once(monkeypatch):
+    """Python's collector, which would find a circle of them, counts objects, not their gigabytes."""
+    graphs, original = [], DecodeGraphs.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        graphs.append(weakref.ref(self))
+
+    monkeypatch.setattr(DecodeGraphs, "__init__", init)
+    row = SequenceState(request_id="a", num_prompt_tokens=9, max_output_tokens=1, num_blocks=1)
+    gc.disable()
+    try:
+        with stand_in():
+            runner = runner_of()
+            decode_parts(runner, runner.model, Batch(decode=(row,)), {"a": [1] * 9}, num_layers=2)
+            with captured_executor(runner, runner.model, (1, MOST_ROWS)) as executor:
+                engine = Engine(executor, SCHEDULES["orca"], num_blocks=NUM_BLOCKS)
+                engine.add(Request(request_id="b", prompt_token_ids=[5] * 4, sampling=SamplingParams(max_tokens=4)))
+                overheads(engine, runner, num_steps=2)
+            assert len(graphs) == 5
+            assert [ref for ref in graphs if ref() is not None] == []
+            cache, runner = weakref.ref(runner.cache), None
+            del engine, executor
+            assert cache() is None
+    finally:
+        gc.enable()
+
+
 def reading_tokens_before_they_are_copied(patch):
     original = DeviceSamples.to_host
 
@@ -199,7 +230,7 @@ def capturing_before_the_weights_are_there(patch):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             outputs = function()
-        return graph_capture.CapturedFunction(function, outputs, graph)
+        return graph_capture.CapturedFunction(outputs, graph=graph)
 
     patch.setattr(GraphCapturer, "capture", torch.inference_mode()(capture))
 

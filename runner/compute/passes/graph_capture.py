@@ -3,8 +3,9 @@
 On a GPU Python runs once, during capture, and a replay launches all kernels of the graph together. On a CPU a replay
 runs the function again over the same tensors, so that tests there find wrong buffers and wrong padding.
 
-A captured function reads its inputs from tensors that its owner fills before a replay. It must not synchronize: it
-reads no value on the host, and no shape depends on one. Not here: which functions are captured, for which batch sizes.
+A captured function reads its inputs from tensors that its owner keeps, and fills before a replay. It must not
+synchronize: it reads no value on the host, and no shape depends on one. Not here: which functions are captured, for
+which batch sizes.
 """
 
 from collections.abc import Callable
@@ -21,12 +22,15 @@ class CapturedFunction:
 
     def __init__(
         self,
-        function: Callable[[], tuple[Tensor, ...]],
         outputs: tuple[Tensor, ...],
-        graph: "torch.cuda.CUDAGraph | None",
+        *,
+        graph: "torch.cuda.CUDAGraph | None" = None,
+        function: Callable[[], tuple[Tensor, ...]] | None = None,
     ) -> None:
+        """A graph, or on a CPU the function. With a graph the function is let go of: it may hold the owner of this, and
+        Python's collector, which counts objects, would leave such a circle with its gigabytes for long."""
         self.outputs = outputs
-        self._function, self._graph = function, graph
+        self._graph, self._function = graph, function
 
     @torch.inference_mode()
     def replay(self) -> tuple[Tensor, ...]:
@@ -34,6 +38,7 @@ class CapturedFunction:
         if self._graph is not None:
             self._graph.replay()
             return self.outputs
+        assert self._function is not None
         for kept, fresh in zip(self.outputs, self._function(), strict=True):
             kept.copy_(fresh)
         return self.outputs
@@ -57,7 +62,7 @@ class GraphCapturer:
     def capture(self, function: Callable[[], tuple[Tensor, ...]]) -> CapturedFunction:
         """Warms up and captures a function, which must launch the same kernels whatever its tensors hold."""
         if self._device.type != "cuda":
-            return CapturedFunction(function, tuple(output.clone() for output in function()), None)
+            return CapturedFunction(tuple(output.clone() for output in function()), function=function)
         free = self._free_bytes()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -70,7 +75,7 @@ class GraphCapturer:
             outputs = function()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.num_bytes += max(0, free - self._free_bytes())
-        return CapturedFunction(function, outputs, graph)
+        return CapturedFunction(outputs, graph=graph)
 
     def _free_bytes(self) -> int:
         torch.cuda.synchronize(self._device)

@@ -140,6 +140,7 @@ def test_overheads_are_what_steps_take_beyond_the_passes():
     assert 0 < decode < took
     assert 0 < prefill < took
     assert (runner.model, runner.graphs) == (before, None)
+    assert "forward" not in vars(runner)
 
 
 @pytest.mark.parametrize("config", [LLAMA, T5], ids=["llama", "t5"])

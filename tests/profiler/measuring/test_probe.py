@@ -1,5 +1,8 @@
 """The probe separates the parts of a pass and does not change its result."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -45,6 +48,19 @@ def test_visits_only_the_chosen_layers(spec: ModelSpec) -> None:
     batch = Batch(prefill=(SequenceState(request_id="a", num_prompt_tokens=3, max_output_tokens=1, num_blocks=1),))
     runner.forward(batch, {"a": [1, 2, 3]})
     assert len(probe.times().layers) == 2
+
+
+def test_a_probe_lets_go_of_its_model_at_once(spec: ModelSpec) -> None:
+    """Python's collector, which would find a circle, counts objects, not the bytes of weights."""
+    runner = ModelRunner(spec, num_blocks=4, dummy_weights=True)
+    gc.disable()
+    try:
+        probe = Probe(runner.model, runner.device)
+        ref = weakref.ref(probe)
+        del probe
+        assert ref() is None
+    finally:
+        gc.enable()
 
 
 def test_the_first_layer_counts_once_however_many_the_others_stand_for() -> None:

@@ -22,6 +22,7 @@ from exeplan.errors import InputError
 from exeplan.kernels import native
 from exeplan.kernels.products.fp8_linear import Fp8Linear
 from exeplan.kernels.products.linear import Linear
+from exeplan.kernels.select import kernels_for
 from exeplan.version import __version__
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -157,7 +158,7 @@ def matrix_rate(place: torch.device, dtype: torch.dtype, *, fp8: bool = False) -
     rates = []
     for rows, size in _MATRIX_SIZES[place.type]:
         weight = torch.randn(size, size, dtype=dtype, device=place)  # A GPU multiplies equal numbers faster.
-        layer = Fp8Linear(weight) if fp8 else Linear(weight)
+        layer = Fp8Linear(weight, quantize_rows=kernels_for(place, dtype).quantize_rows) if fp8 else Linear(weight)
         x = torch.randn(rows, size, dtype=dtype, device=place)
         rates.append(2 * rows * size * size / _best_seconds(place, partial(layer, x)))
     return max(rates)

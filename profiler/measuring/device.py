@@ -113,8 +113,10 @@ def device_memory(place: torch.device) -> int:
 
 
 def available_memory(place: torch.device) -> int:
-    """Bytes that a process can use now: free memory, capped by its control group."""
+    """Bytes that a process can use now: free memory, capped by its control group; of a GPU also what torch's allocator
+    keeps of arrays that are gone."""
     if place.type == "cuda":
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(place)[0])
     limits = [_meminfo("MemAvailable"), *(_integer(path) for path in _CGROUP_LIMITS)]
     known = [limit for limit in limits if limit is not None]

@@ -7,7 +7,7 @@ import torch
 
 from exeplan.kernels.products.fp8 import quantize_rows_reference
 from exeplan.profiler.measuring import device
-from exeplan.profiler.measuring.device import matrix_rate
+from exeplan.profiler.measuring.device import available_memory, matrix_rate
 
 CPU = torch.device("cpu")
 
@@ -25,3 +25,10 @@ def test_products_in_8_bits_are_timed_with_the_devices_own_kernel(monkeypatch: p
     monkeypatch.setattr("exeplan.kernels.products.fp8_linear.multiplies_fp8", lambda place: True)
     assert matrix_rate(CPU, torch.bfloat16, fp8=True) > 0
     assert set(quantized) == {(16, 32)}
+
+
+def test_memory_that_torch_keeps_of_arrays_that_are_gone_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [6 << 30]
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: ((70 << 30) - sum(kept), 80 << 30))
+    assert available_memory(torch.device("cuda")) == 70 << 30

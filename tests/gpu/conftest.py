@@ -20,6 +20,19 @@ TRIED = os.environ.get("EXEPLAN_GPU_TESTS") == "cpu"
 DEVICE = torch.device("cpu" if TRIED else "cuda")
 
 
+def skip_without_fp8() -> None:
+    """On a GPU below compute capability 8.9, for which Triton compiles no 8-bit floats; the references have them."""
+    from exeplan.kernels.products.fp8_linear import multiplies_fp8
+
+    if DEVICE.type == "cuda" and not multiplies_fp8(DEVICE):
+        pytest.skip("needs a GPU of compute capability 8.9 for fp8")
+
+
+@pytest.fixture
+def fp8() -> None:
+    skip_without_fp8()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     there = TRIED or torch.cuda.is_available()
     for item in items:

@@ -76,6 +76,7 @@ def test_paged_attention(dtype, heads, kv_heads, head_dim, more):
     close(ours, REFERENCE.paged_attention(q, cache, ints(contexts), **named), LIMITS[dtype])
 
 
+@pytest.mark.usefixtures("fp8")
 def test_paged_attention_over_keys_in_8_bits():
     contexts = [5, 64, 700]
     cache = cache_of(contexts, 8, 128, torch.float8_e4m3fn)
@@ -150,6 +151,7 @@ def test_stores_of_one_layer_and_of_several(dtype):
     assert torch.equal(tables, expected)
 
 
+@pytest.mark.usefixtures("fp8")
 def test_a_store_in_8_bits_saturates():
     kv = 300 * drawn(8, 4, 64, dtype=torch.bfloat16)
     tables = [torch.zeros(2, 2 * 16, 64, dtype=torch.float8_e4m3fn, device=DEVICE) for _ in range(2)]
@@ -181,6 +183,7 @@ def test_sampling_takes_the_tokens_of_the_reference():
     assert (token[sound] == expected[sound]).float().mean() > 0.95
 
 
+@pytest.mark.usefixtures("fp8")
 def test_rows_in_8_bits_and_their_products():
     x, weight = drawn(33, 512, dtype=torch.bfloat16), drawn(256, 512, dtype=torch.bfloat16)
     rows, scale = OURS.quantize_rows(x)

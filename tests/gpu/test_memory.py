@@ -16,6 +16,8 @@ from exeplan.runner.engine_process.build import build_engine, engine_setup
 from .conftest import TRIED
 
 SHARE = 0.95
+LARGEST_PASSES = 5e9
+"""Bytes, at most, that are kept free for them on a GPU of any size."""
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 2048,
@@ -37,7 +39,7 @@ def test_ten_thousand_requests_run_at_the_limit():
     plan = replace(plan, kv_cache_tokens=1 << 16, gpu_memory_utilization=SHARE)
     engine = build_engine(engine_setup(plan, spec, dummy_weights=True))
     free, total = torch.cuda.mem_get_info()
-    assert 0.01 * total < free < 0.15 * total
+    assert 0.01 * total < free < 0.15 * total + LARGEST_PASSES
     draw, kinds = random.Random(0), {"length": 0}
     for number in range(10_000):
         long = number % 1000 == 0

@@ -34,6 +34,8 @@ def test_what_is_too_large_saturates():
 @pytest.mark.parametrize("shape", [(1, 16), (5, 80), (3, 7), (0, 16)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_kernel_quantizes_as_its_reference(device, shape, dtype):
+    if device.type == "cuda" and not multiplies_fp8(device):
+        pytest.skip("Triton compiles no 8-bit floats for a GPU below compute capability 8.9")
     x_NI = torch.randn(shape, device=device).to(dtype)[:, : shape[1]]
     (rows, scale), (expected, expected_scale) = quantize_rows(x_NI), quantize_rows_reference(x_NI)
     torch.testing.assert_close(scale, expected_scale)

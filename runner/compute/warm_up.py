@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, Chunk, SequenceState, num_blocks_for
+from exeplan.core.batch import BLOCK_SIZE, Batch, Chunk, PackedPrompt, Packing, SequenceState, num_blocks_for
 from exeplan.progress import OnProgress, Progress, no_progress
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.units import show_bytes
@@ -21,6 +21,8 @@ _PROMPT, _CONTEXT, _ROWS = 2048, 1024, 32
 """Kernels are tuned on a prompt of this many tokens, and on decodes of this context and this batch size."""
 _SHORT = 128
 """Tokens of a short prompt."""
+_SLOTS = 128, 512
+"""Tokens of the slots of packed rows, on both sides of the length up to which a slot counts as short."""
 _DRAWN = 8
 """Batch size on which sampling is tuned."""
 
@@ -83,7 +85,7 @@ def _draw(runner: ModelRunner) -> None:
 
 def _passes(runner: ModelRunner, phase: str) -> Iterator[Batch]:
     """A prefill, a later chunk of one, decodes, and each of the former with decodes in one pass: with many of them, and
-    with one, whose context is divided among programs."""
+    with one, whose context is divided among programs; and packed rows."""
     longest, encodes = runner.spec.max_context, runner.spec.is_encoder_decoder
     if phase == "prefill":  # It has no KV cache.
         yield from _prefills(min(_PROMPT, longest - 1), encodes)
@@ -95,6 +97,7 @@ def _passes(runner: ModelRunner, phase: str) -> Iterator[Batch]:
     count = max(1, min(_ROWS, num_tokens // 4 // (context + BLOCK_SIZE)))
     if not phase:
         yield from _prefills(prompt, encodes)
+        yield from _packed(prompt, encodes)
     decoded = tuple(
         _sequence(f"{number}", context, num_outputs=max(1, context // 2 if encodes else 1)) for number in range(count)
     )
@@ -115,8 +118,21 @@ def _passes(runner: ModelRunner, phase: str) -> Iterator[Batch]:
 def _prefills(num_tokens: int, encodes: bool) -> Iterator[Batch]:
     """`num_tokens` as one prompt, and as several short ones."""
     yield Batch(prefill=(_sequence("prompt", num_tokens + encodes),))
+    yield Batch(prefill=_short_prompts(num_tokens, encodes))
+
+
+def _packed(num_tokens: int, encodes: bool) -> Iterator[Batch]:
+    """The same short prompts concatenated, in rows of one slot each: in short slots, and in long ones."""
+    prompts, each = _short_prompts(num_tokens, encodes), min(_SHORT, num_tokens)
+    for slot_tokens in _SLOTS:
+        a_row = slot_tokens // each
+        places = tuple(PackedPrompt(number // a_row, number % a_row * each) for number in range(len(prompts)))
+        yield Batch(prefill=prompts, packing=Packing(slot_tokens, slot_tokens, places))
+
+
+def _short_prompts(num_tokens: int, encodes: bool) -> tuple[SequenceState, ...]:
     short = min(_SHORT, num_tokens)
-    yield Batch(prefill=tuple(_sequence(f"{number}", short + encodes) for number in range(num_tokens // short)))
+    return tuple(_sequence(f"{number}", short + encodes) for number in range(num_tokens // short))
 
 
 def _sequence(request_id: str, num_tokens: int, num_outputs: int = 0) -> SequenceState:

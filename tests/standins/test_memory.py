@@ -9,18 +9,20 @@ pipeline stages.
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 
 import exeplan
-from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.batch import BLOCK_SIZE, Batch, PackedPrompt, Packing, SequenceState
 from exeplan.core.models.model import ModelSpec, load_model_spec
 from exeplan.core.pass_memory import GRAPHS_SHARE, MEMORY_UTILIZATION
 from exeplan.core.profile import Device, Profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
+from exeplan.kernels import tuning
 from exeplan.policies import pass_limits
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
 from exeplan.profiler.measuring.device import device_memory
@@ -30,11 +32,13 @@ from exeplan.runner.compute import gpu_memory
 from exeplan.runner.compute.gpu_memory import measure_kv_budget, run_passes
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.passes.decode_graphs import DecodeGraphs
+from exeplan.runner.compute.warm_up import tune_kernels
 from exeplan.runner.compute.weights.shard import Shard
 from exeplan.scheduling.largest_passes import most_rows, with_finite_context
 from exeplan.simulator.memory import PlacementMemory, kv_capacity_tokens, weight_bytes
 
 from .memory import Ranks, fake_gpu
+from .test_streams import SPECS
 
 PLANS = Path(exeplan.__file__).parent / "plans"
 GPUS = ["a40-48gb", "a100-40gb", "h100-80gb", "a100-80gb", "h200-141gb"]
@@ -235,6 +239,25 @@ def test_models_that_gpus_do_not_run_are_refused_before_anything_is_loaded(model
         with pytest.raises(InputError, match=r"runs on a CPU only|is run only of"):
             ModelRunner(load_model_spec(model), device="cuda:0", num_blocks=1, dummy_weights=True)
         assert memory.peak == 0
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_packed_rows_meet_no_configuration_that_the_start_has_not_chosen(family):
+    """Slots of any length: what is not chosen before the first request is chosen, and stored, in one of its passes."""
+    keys, spec, begin = [], SPECS[family], int(SPECS[family].is_encoder_decoder)
+    with fake_gpu(1 << 34), pytest.MonkeyPatch.context() as patch:
+        table = SimpleNamespace(best=lambda key, configs, seconds: keys.append(key) or configs[0])
+        patch.setattr(tuning, "_table", lambda device: table)
+        runner = ModelRunner(spec, num_blocks=256, device="cuda:0", dummy_weights=True)
+        tune_kernels(runner)
+        chosen = set(keys)
+        keys.clear()
+        for number, slot_tokens in enumerate((16, 128, 129, 600)):
+            row = SequenceState(request_id=f"{number}", num_prompt_tokens=9 + begin, max_output_tokens=1, num_blocks=1)
+            packing = Packing(slot_tokens, slot_tokens, (PackedPrompt(0, 0),))
+            runner.forward(Batch(prefill=(row,), packing=packing), {row.request_id: [1] * (9 + begin)})
+    assert len({key for key in keys if key.startswith("slot_attention")}) == 2
+    assert set(keys) <= chosen
 
 
 def tuning_in_a_fixed_cache(patch):

@@ -100,7 +100,7 @@ class Rig:
         captured: bool | None = None,
     ) -> None:
         """`whole_experts`: the shard has some of a mixture's experts whole (see `Shard`). `captured` times decode
-        iterations as captured graphs; the default on a GPU."""
+        iterations as captured graphs; the default on a GPU whose engine captures them."""
         self.spec, self.copies = spec, copies
         copied = replace(spec, num_layers=copies, num_encoder_layers=min(copies, spec.num_encoder_layers))
         self.runner = ModelRunner(
@@ -114,7 +114,7 @@ class Rig:
             paged_with=REFERENCE if captured and device == "cpu" else None,
         )
         self.place = self.runner.device
-        self.captured = self.place.type == "cuda" if captured is None else captured
+        self.captured = self.place.type == "cuda" and self.runner.can_capture if captured is None else captured
         if self.place.type == "cuda":
             tune_kernels(self.runner)
         self.alone = self.place.type == "cpu" and torch.get_num_threads() == 1

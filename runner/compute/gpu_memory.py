@@ -150,7 +150,7 @@ def _budget_for(
 
 def logits_bytes(runner: ModelRunner, schedule: Schedule) -> int:
     """Of the logits that captured decode iterations of the last stage keep; 0 where none are captured."""
-    if runner.kernels is None or not runner.shard.last:
+    if not runner.can_capture or not runner.shard.last:
         return 0
     return captured_logits_bytes(runner.spec, captured_rows(schedule))
 

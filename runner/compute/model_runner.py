@@ -18,7 +18,7 @@ from exeplan.core.models.model import ModelSpec
 from exeplan.errors import InputError
 from exeplan.kernels import native
 from exeplan.kernels.products.linear import compiles_by_rows
-from exeplan.kernels.select import Kernels, kernels_for
+from exeplan.kernels.select import Kernels, kernels_are_fused, kernels_for
 from exeplan.runner.compute.blocks.encoder import EncoderDecoderModel, EncoderStep, num_encoder_tokens
 from exeplan.runner.compute.blocks.layers import LastLayer
 from exeplan.runner.compute.families import CPU_ONLY, load_model
@@ -216,6 +216,12 @@ class ModelRunner:
         if self.chosen is None or token_R is not self.chosen[0]:
             self.prev_token_B[: len(token_R)].copy_(token_R)
         return True
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether its decode iteration can be captured: the kernels' references, which a GPU without Triton has, read
+        lengths on the host. On a CPU nothing but a test captures."""
+        return self.kernels is not None and (self.device.type != "cuda" or kernels_are_fused(self.kernels))
 
     @torch.inference_mode()
     def capture(self, max_num_seqs: int, progress: Callable[[int, int], None] = lambda done, of: None) -> None:

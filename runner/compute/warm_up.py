@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, Chunk, PackedPrompt, Packing, SequenceState, num_blocks_for
-from exeplan.progress import OnProgress, Progress, no_progress
+from exeplan.progress import OnProgress, Progress, no_progress, note
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.units import show_bytes
 
@@ -25,6 +25,10 @@ _SLOTS = 128, 512
 """Tokens of the slots of packed rows, on both sides of the length up to which a slot counts as short."""
 _DRAWN = 8
 """Batch size on which sampling is tuned."""
+_NOT_CAPTURED = (
+    "triton is not installed, or TRITON_INTERPRET=1 is set: kernels are plain PyTorch's, and decode iterations are not "
+    "captured as CUDA graphs, both of which is slow"
+)
 
 
 def warm_up_runner(
@@ -35,13 +39,17 @@ def warm_up_runner(
     shown: bool = False,
     on_progress: OnProgress = no_progress,
 ) -> None:
-    """Tunes the kernels for the passes of a phase, and captures decode iterations of up to `max_num_seqs` sequences.
+    """Tunes the kernels for the passes of a phase, and captures decode iterations of up to `max_num_seqs` sequences;
+    without Triton none are, which is said.
 
     Every rank of a stage must call it. `shown` draws a progress bar on a terminal.
     """
     on_progress("tuning kernels", 0.0)
     tune_kernels(runner, phase)
     if phase == "prefill":
+        return
+    if not runner.can_capture:
+        note([_NOT_CAPTURED])
         return
     began = time.monotonic()
     drawn = shown and sys.stderr.isatty()

@@ -848,8 +848,9 @@ def known_to_thread(machine: Machine) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stand_in(*, num_devices: int = 4, threaded: tuple[Any, ...] = ()) -> Iterator[Machine]:
-    """GPUs for the product's code, in this thread and in those that the modules `threaded` start.
+def stand_in(*, num_devices: int = 4, threaded: tuple[Any, ...] = (), with_triton: bool = True) -> Iterator[Machine]:
+    """GPUs for the product's code, in this thread and in those that the modules `threaded` start. Without Triton the
+    references are no kernels, but what they do is launched one by one.
 
     Leaving it raises the first error that was found.
     """
@@ -895,7 +896,9 @@ def stand_in(*, num_devices: int = 4, threaded: tuple[Any, ...] = ()) -> Iterato
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch, "Generator", Generator)
-        patch.setattr("exeplan.runner.compute.model_runner.kernels_for", lambda device, dtype: kernels)
+        chosen = kernels if with_triton else REFERENCE
+        patch.setattr("exeplan.runner.compute.model_runner.kernels_for", lambda device, dtype: chosen)
+        patch.setattr("exeplan.runner.compute.model_runner.kernels_are_fused", lambda found: found is kernels)
         for module in threaded:
             patch.setattr(
                 module, "queue", SimpleNamespace(**vars(queue) | {"SimpleQueue": lambda: TrackedQueue(machine)})

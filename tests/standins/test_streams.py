@@ -23,6 +23,7 @@ from exeplan.runner.compute.passes.decode_graphs import DecodeGraphs
 from exeplan.runner.compute.passes.graph_capture import GraphCapturer
 from exeplan.runner.compute.tokens.device_sampling import DeviceSamples
 from exeplan.runner.compute.tokens.sampling import SamplingParams
+from exeplan.runner.compute.warm_up import warm_up_runner
 from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import InProcessExecutor
@@ -109,6 +110,17 @@ def test_a_decode_step_is_one_graph_and_few_copies(temperature, copies, launches
         assert len(kernels) <= 10 * LLAMA_SPEC.num_layers + 22
         while engine.has_work:
             engine.step()
+
+
+def test_without_triton_a_gpu_captures_nothing_and_says_so(capsys):
+    expected = tokens_of(InProcessExecutor(runner_of(device="cpu")), SCHEDULES["orca"])
+    with stand_in(with_triton=False) as machine:
+        runner = ModelRunner(LLAMA_SPEC, num_blocks=NUM_BLOCKS, dummy_weights=True, device="cuda:0")
+        warm_up_runner(runner, MOST_ROWS)
+        found = tokens_of(AsyncExecutor(runner), SCHEDULES["orca"])
+    assert found == expected
+    assert "graph" not in machine.launches
+    assert "decode iterations are not captured as CUDA graphs" in capsys.readouterr().err
 
 
 def test_graphs_and_their_memory_go_with_their_owner_at_once(monkeypatch):

@@ -1,6 +1,7 @@
 """The attention kernels as cases of `kernels.py`, against torch's scaled_dot_product_attention or flex attention."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from exeplan.core.batch import BLOCK_SIZE
 from exeplan.kernels.attention.online_softmax import DistanceBias, PagedKV
 from exeplan.kernels.attention.slot_attention import Slots
 from exeplan.kernels.attention.spans import Span, Spans
-from exeplan.kernels.products.fp8_linear import multiplies_fp8
 
 
 def attention_cases(setting: Setting) -> Iterator[Case]:
@@ -20,9 +20,9 @@ def attention_cases(setting: Setting) -> Iterator[Case]:
     yield from _prefills(setting)
 
 
-def _paged(setting: Setting, batch: int, context: int) -> PagedKV:
+def _paged(setting: Setting, batch: int, context: int, dtype: torch.dtype | None = None) -> PagedKV:
     spec, blocks = setting.spec, -(-context // BLOCK_SIZE)
-    tables = setting.random(2, spec.num_kv_heads * batch * blocks * BLOCK_SIZE, spec.head_dim)
+    tables = setting.random(2, spec.num_kv_heads * batch * blocks * BLOCK_SIZE, spec.head_dim, dtype=dtype)
     table_BT = torch.randperm(batch * blocks, device=setting.place).view(batch, blocks).int()
     return PagedKV(tables[0], tables[1], table_BT, spec.num_kv_heads)
 
@@ -32,8 +32,8 @@ def _decodes(setting: Setting, sizes: tuple[tuple[int, int], ...]) -> Iterator[C
     for batch, context in sizes:
         heads, kept = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
 
-        def make(batch: int = batch, context: int = context) -> tuple[Any, ...]:
-            cache = _paged(setting, batch, context)
+        def make(batch: int = batch, context: int = context, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
+            cache = _paged(setting, batch, context, dtype)
             end_B = torch.full((batch,), context, dtype=torch.int32, device=setting.place)
             return setting.random(batch, spec.num_heads, spec.head_dim), cache, end_B
 
@@ -49,13 +49,8 @@ def _decodes(setting: Setting, sizes: tuple[tuple[int, int], ...]) -> Iterator[C
         num_bytes = batch * (context * kept + 2 * heads) * size
         flops = 4 * batch * context * heads
         yield Case(f"paged attention, batch {batch}, context {context}", make, ours, theirs, num_bytes, flops)
-        if not setting.smoke and multiplies_fp8(setting.place) and batch == sizes[0][0]:
-
-            def in_fp8(make: Callable[[], tuple[Any, ...]] = make) -> tuple[Any, ...]:
-                q_BHD, cache, end_B = make()
-                keys, values = (rows.to(torch.float8_e4m3fn) for rows in (cache.keys, cache.values))
-                return q_BHD, cache._replace(keys=keys, values=values), end_B
-
+        if not setting.smoke and setting.in_fp8 and batch == sizes[0][0]:
+            in_fp8 = partial(make, dtype=torch.float8_e4m3fn)
             yield Case(f"the same over fp8, batch {batch}, context {context}", in_fp8, ours, None, num_bytes / 2, flops)
 
 
@@ -101,9 +96,9 @@ def _mixed(setting: Setting, qkv: Callable[[int], tuple[Any, ...]], *, moved_a_t
     prompt, batch, context = setting.size(512, 8), setting.size(64, 2), setting.size(1024, 32)
     spans = Spans([Span(prompt)], setting.place)
 
-    def make() -> tuple[Any, ...]:
+    def make(dtype: torch.dtype | None = None) -> tuple[Any, ...]:
         end_B = torch.full((batch,), context, dtype=torch.int32, device=setting.place)
-        return *qkv(prompt + batch), _paged(setting, batch, context), end_B
+        return *qkv(prompt + batch), _paged(setting, batch, context, dtype), end_B
 
     def ours(q, k, v, cache, end_B):
         return setting.kernels.mixed_attention(q, k, v, spans, None, cache, end_B, scale=scale)
@@ -118,6 +113,10 @@ def _mixed(setting: Setting, qkv: Callable[[int], tuple[Any, ...]], *, moved_a_t
     flops = 2 * prompt**2 * heads + 4 * batch * context * heads
     name = f"mixed attention, {prompt} and {batch} x {context} (against two launches)"
     yield Case(name, make, ours, apart, moved, flops)
+    if not setting.smoke and setting.in_fp8:
+        less = batch * context * kept * (setting.torch_dtype.itemsize - 1)
+        name = f"the same with keys in fp8, {prompt} and {batch} x {context}"
+        yield Case(name, partial(make, torch.float8_e4m3fn), ours, apart, moved - less, flops)
 
 
 def _relative(setting: Setting, qkv: Callable[[int], tuple[Any, ...]]) -> Iterator[Case]:

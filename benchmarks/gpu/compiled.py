@@ -78,8 +78,15 @@ class Launch:
     programs: int
 
 
+@dataclass(frozen=True, kw_only=True)
 class Compiling(Setting):
     """The full sizes, over tensors that nothing reads or writes."""
+
+    capability: int
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.capability >= 89
 
     @property
     def kernels(self) -> Kernels:
@@ -145,7 +152,12 @@ def compiled(number: int, only: str = "") -> list[dict[str, Any]]:
         return kernel
 
     setting = Compiling(
-        place=torch.device("cpu"), smoke=False, spec=load_model_spec("llama-3.1-8b"), dtype="bfloat16", cache_bytes=1
+        place=torch.device("cpu"),
+        smoke=False,
+        spec=load_model_spec("llama-3.1-8b"),
+        dtype="bfloat16",
+        cache_bytes=1,
+        capability=target.capability,
     )
     rows = []
     JITFunction.run = compile_only

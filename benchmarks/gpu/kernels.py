@@ -4,6 +4,7 @@ Bytes and operations are those that a kernel's docstring counts. Inputs are rand
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 
 from benchmarks.gpu.attention import against_flex, attention_cases
 from benchmarks.gpu.setting import Case, Clock, Section, Setting, give_back, num_sets, seconds_of
-from exeplan.kernels.products.fp8_linear import Fp8Linear, multiplies_fp8
+from exeplan.kernels.products.fp8_linear import Fp8Linear
 from exeplan.kernels.products.linear import Linear
 from exeplan.kernels.select import REFERENCE
 
@@ -79,14 +80,14 @@ def _caches(setting: Setting) -> Iterator[Case]:
     heads, slots = 2 * spec.num_kv_heads, 2 * tokens
     moved = 2 * tokens * heads * spec.head_dim * setting.torch_dtype.itemsize
 
-    def table(layers: int = 1) -> Any:
-        return setting.random(layers, 2, spec.num_kv_heads * slots, spec.head_dim)
+    def table(layers: int = 1, dtype: torch.dtype | None = None) -> Any:
+        return setting.random(layers, 2, spec.num_kv_heads * slots, spec.head_dim, dtype=dtype)
 
     def chosen() -> Any:
         return torch.randperm(slots, device=setting.place)[:tokens].int()
 
-    def stored() -> tuple[Any, ...]:
-        return setting.random(tokens, heads, spec.head_dim), chosen(), table()[0]
+    def stored(dtype: torch.dtype | None = None) -> tuple[Any, ...]:
+        return setting.random(tokens, heads, spec.head_dim), chosen(), table(dtype=dtype)[0]
 
     kernels = setting.kernels
 
@@ -94,6 +95,10 @@ def _caches(setting: Setting) -> Iterator[Case]:
         tables.view(heads, -1, spec.head_dim)[:, slots.long()] = kv.transpose(0, 1)
 
     yield Case(f"store of {tokens} tokens", stored, kernels.store_slots, by_index, moved)
+    if not setting.smoke and setting.in_fp8:
+        fewer = moved / 2 + moved / 2 / setting.torch_dtype.itemsize
+        in_fp8 = partial(stored, torch.float8_e4m3fn)
+        yield Case(f"store of {tokens} tokens in fp8", in_fp8, kernels.store_slots, None, fewer)
 
     def scattered() -> tuple[Any, ...]:
         return setting.random(layers, tokens, heads, spec.head_dim), chosen(), table(layers)
@@ -157,6 +162,9 @@ def _rows(setting: Setting) -> Iterator[Case]:
         return lambda x: kernels.plain_activation(x, "gelu")
 
     yield Case(f"GeLU, {tokens} x {2 * inner}", gate_up, gelu(kernels), gelu(REFERENCE), 4 * tokens * inner * size)
+    if not setting.smoke and setting.in_fp8:
+        name, quantize = f"rows in fp8, {tokens} x {width}", kernels.quantize_rows
+        yield Case(name, single, quantize, REFERENCE.quantize_rows, (2 * size + 1) * tokens * width)
 
 
 def _sampling(setting: Setting) -> Iterator[Case]:
@@ -210,7 +218,7 @@ def _products(setting: Setting) -> Iterator[Case]:
             return layer(x)
 
         yield Case(f"product, {tokens} x {inputs} x {outputs}", plain, multiply, None, moved, flops)
-        if setting.smoke or multiplies_fp8(setting.place):
+        if setting.smoke or setting.in_fp8:
 
             def in_fp8(tokens: int = tokens) -> tuple[Any, ...]:
                 weight = setting.random(outputs, inputs)

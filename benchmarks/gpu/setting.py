@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from exeplan.core.models.model import ModelSpec, load_model_spec, model_spec
+from exeplan.kernels.products.fp8_linear import multiplies_fp8
 from exeplan.kernels.select import REFERENCE, Kernels, kernels_for
 from exeplan.profiler.measuring.captured_decode import replay_seconds
 from exeplan.profiler.measuring.device import cache_bytes, synchronize
@@ -65,10 +66,17 @@ class Setting:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the GPU has kernels over 8-bit floats."""
+        return multiplies_fp8(self.place)
+
     def size(self, full: int, toy: int) -> int:
         return toy if self.smoke else full
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if dtype == torch.float8_e4m3fn:  # Of which torch draws none.
+            return self.random(*shape).to(dtype)
         return torch.randn(shape, dtype=dtype or self.torch_dtype, device=self.place)
 
     def share(self, seconds: float, *, num_bytes: float = 0.0, flops: float = 0.0) -> tuple[float, str]:

@@ -55,8 +55,8 @@ def compile_only(function, *args, warmup=False, **options):
     return compiled
 
 
-def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
-    tables = torch.empty(2, KV_HEADS * 1024, head_dim, dtype=dtype)
+def launch_attention(dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype) -> None:
+    tables = torch.empty(2, KV_HEADS * 1024, head_dim, dtype=cache_dtype)
     cache = PagedKV(*tables, torch.zeros(BATCH, 64, dtype=torch.int32), KV_HEADS)
     end_B = torch.ones(BATCH, dtype=torch.int32)
     q, k, v = torch.empty(TOKENS + BATCH, HEADS + 2 * KV_HEADS, head_dim, dtype=dtype).split(
@@ -69,6 +69,15 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     slots, bias = Slots(TOKENS, 32, [(0, 20)], CPU), DistanceBias(torch.zeros(HEADS, 63), 31)
     KERNELS.slot_attention(q[:TOKENS], k[:TOKENS], v[:TOKENS], slots, scale=1.0, bias=bias)
     KERNELS.slot_attention(q[:TOKENS], k[:TOKENS], v[:TOKENS], slots, scale=1.0, causal=True)
+
+
+def launch_in_8_bits(dtype: torch.dtype, head_dim: int) -> None:
+    """Besides attention what a GPU with fp8 runs."""
+    heads, four = torch.empty(4, 2 * KV_HEADS, head_dim, dtype=dtype), torch.arange(4)
+    tables = torch.empty(2, 2, KV_HEADS * 1024, head_dim, dtype=torch.float8_e4m3fn)
+    KERNELS.store_slots(heads, four, tables[0])
+    KERNELS.scatter_slots(heads[None], four, tables[:1])
+    KERNELS.quantize_rows(torch.empty(4, 4096, dtype=dtype))
 
 
 def launch_the_rest(dtype: torch.dtype) -> None:
@@ -123,6 +132,8 @@ run, JITFunction.run = JITFunction.run, compile_only
 if sys.argv[1:] == ["sizes"]:
     launch_in_many_sizes(torch.bfloat16)
     sys.exit()
-launch_attention(torch.bfloat16, 128)
-launch_attention(torch.float32, 64)
+launch_attention(torch.bfloat16, 128, torch.bfloat16)
+launch_attention(torch.float32, 64, torch.float32)
+launch_attention(torch.bfloat16, 128, torch.float8_e4m3fn)
+launch_in_8_bits(torch.bfloat16, 128)
 launch_the_rest(torch.bfloat16)

@@ -37,11 +37,14 @@ def test_kernels_compile_and_spill_nothing(tmp_path):
         "_rotate",
         "_activate",
         "_copy_slots",
+        "_quantize",
         "_best_of_part",
         "_best_of_row",
         "_draw",
         "_expert_product",
     }
+    launches = Counter(name for name, _, _ in kernels)
+    assert [launches[name] for name in ("_decode", "_mixed", "_copy_slots")] == [3, 3, 4], "of keys in 8 bits, too"
     assert [kernel for kernel in kernels if kernel[1] > STACK or kernel[2] > SHARED_MEMORY] == []
 
 

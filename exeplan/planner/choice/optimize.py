@@ -113,7 +113,7 @@ def _planned(problem: Problem, one: Candidate) -> Trial | None:
     assert one.placement is not None
     if one.schedule is None:
         return one.search.best
-    placed = problem.replica(one.placement, one.num_replicas)
+    placed = problem.replica(one.placement, one.num_replicas, alike=not one.more_replicas)
     return Trial(one.schedule.variables, placed.evaluate(one.schedule))
 
 

@@ -208,7 +208,7 @@ def test_a_plan_is_adopted_by_hand_as_a_whole_or_not_at_all(plan, tmp_path):
         with pytest.raises(InputError, match="the plan is for"):
             await replanner.adopt(replace(other, model="gpt3-39b", placement=elsewhere), source="request")
         with pytest.raises(InputError, match="no file"):
-            await replanner.load(tmp_path / "none.yaml")
+            await replanner.load(tmp_path / "none.yaml", source="request")
         smaller = replace(other, kv_cache_tokens=16)
         with pytest.raises(InputError, match="KV blocks"):
             await replanner.adopt(replace(smaller, num_threads=2), source="request")
@@ -255,7 +255,7 @@ def test_a_plan_that_is_read_again_or_given_has_the_memory_share_that_the_server
     replanner = Replanner(engine, served, SPEC, setup=setup, mode="off", gpu_memory_utilization=0.5)
 
     async def adopt() -> None:
-        await replanner.load(tmp_path / "plan.yaml")
+        await replanner.load(tmp_path / "plan.yaml", source="request")
         await replanner.adopt(on_gpu, source="request")
 
     asyncio.run(adopt())

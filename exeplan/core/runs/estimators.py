@@ -181,15 +181,15 @@ def figure(
 
 def token_rate(times: TokenTimes, window: Window, *, most_freedom: float) -> Figure:
     """Output tokens a second; `most_freedom` as of `figure`."""
-    return rate_of_blocks(times.num_between(window.edges), np.diff(window.edges), most_freedom=most_freedom)
+    counts = times.num_between(window.edges)
+    return rate_of_blocks(counts, np.diff(window.edges), of="tokens", most_freedom=most_freedom)
 
 
-def rate_of_blocks(counts: Ints, seconds: Floats, *, most_freedom: float = math.inf) -> Figure:
-    """The same of [blocks] so many tokens in so many seconds."""
+def rate_of_blocks(counts: Ints, seconds: Floats, *, of: str, most_freedom: float = math.inf) -> Figure:
+    """How many a second: [blocks] so many in so many seconds."""
     rate = float(counts.sum() / seconds.sum())
     influences = (counts - rate * seconds) / seconds.sum()
-    number = int(counts.sum())
-    return figure(rate, influences, num_observations=number, of="tokens", most_freedom=most_freedom)
+    return figure(rate, influences, num_observations=int(counts.sum()), of=of, most_freedom=most_freedom)
 
 
 def length_latency(

@@ -271,7 +271,7 @@ class ServeMetrics(Collector):
         yield from plan_families(self._model_name, self._plan, {"num_requests": snapshot.num_requests, **observed})
         within = "Observed in the last minutes: share of requests within a bound"
         yield self._gauges("observed_share_within_bound", within, "bound", snapshot.within)
-        about = "Observations that an observed figure is from: requests, or gaps between tokens"
+        about = "Observations that an observed figure is from: requests, tokens, or gaps between tokens"
         numbers = {name: found.num_observations for name, found in snapshot.evidence.items()}
         yield self._gauges("observed_num_observations", about, "figure", numbers)
 

@@ -1,7 +1,8 @@
 """What is observed: the service in the last minutes, by the definitions of an Estimate, in bounded memory.
 
-    throughput    output tokens in the window over its length (token_throughput), of all requests, and over the mean
-                  output of those that finished; None where tokens came and none did
+    throughput    output tokens in the window over its length, of all requests (token_throughput), and the requests that
+                  finished in it; None where tokens came and none did. A mean output of those that finished would be
+                  too short for the tokens of those that run
     ttft          mean and percentiles of the requests whose first token came in the window
     latency       the one the bound is on. p99-length: the mean of the requests that got there in the window, where they
                   are `LEAST_GAPS`, or else the mean ttft and the mean gaps between tokens that ended in it; where
@@ -91,11 +92,12 @@ class Running:
 
 @dataclass(slots=True)
 class _Block:
-    """A part of the window: the tokens that came in it, and the gaps that ended in it, by their numbers from 1, with
-    the sums of their seconds."""
+    """A part of the window: the tokens that came in it, the requests that finished, and the gaps that ended in it, by
+    their numbers from 1, with the sums of their seconds."""
 
     begins: float
     num_tokens: int = 0
+    num_finished: int = 0
     counts: "array[int]" = field(default_factory=lambda: array("q", [0]))
     sums: "array[float]" = field(default_factory=lambda: array("d", [0.0]))
 
@@ -232,7 +234,9 @@ class Observed:
 
     def finish(self, *, start: float, first: float, last: float, input_tokens: int, output_tokens: int) -> None:
         """A request has finished; times in seconds from its arrival."""
-        self._finished.append(Finished(self._clock(), start, first, last, input_tokens, output_tokens))
+        now = self._clock()
+        self._block(now).num_finished += 1
+        self._finished.append(Finished(now, start, first, last, input_tokens, output_tokens))
 
     def recent(self) -> list[Finished]:
         """The requests that finished in the window."""
@@ -248,7 +252,7 @@ class Observed:
         seconds = max(now - opens, 1e-9)
         ticks = [tick for tick in self._window if tick.time >= now - WINDOW_SECONDS]
         found = self._evidence(_Requests.of(recent, self._running.values(), opens, now, waiting=self.waiting))
-        found |= self._rates(recent, now)
+        found |= self._rates(now)
         if "attainment" in found and "throughput" in found:
             found["goodput"] = product(found["attainment"], found["throughput"])
         values = {name: each.value for name, each in found.items() if math.isfinite(each.value)}
@@ -265,19 +269,19 @@ class Observed:
             evidence={name: each for name, each in found.items() if name in values},
         )
 
-    def _rates(self, recent: Sequence[Finished], now: float) -> dict[str, Figure]:
-        """Throughputs: tokens of all requests, those that run too, whether or not their requests are remembered."""
+    def _rates(self, now: float) -> dict[str, Figure]:
+        """Throughputs: tokens of all requests, those that run too, and requests that finished, whether or not they are
+        remembered."""
         blocks = self._blocks_since(now - WINDOW_SECONDS)
         opens = max(now - WINDOW_SECONDS, self._began)
         if len(blocks) < len(self._blocks):  # The rest of a block that began before the window is counted in that one.
             opens = max(opens, self._blocks[-len(blocks) - 1].begins + _BLOCK_SECONDS)
         edges = np.array([opens, *(block.begins for block in blocks[1:]), max(now, opens + 1e-9)])
-        tokens = rate_of_blocks(np.array([block.num_tokens for block in blocks] or [0]), np.diff(edges))
-        number = sum(one.output_tokens for one in recent)
-        found = {"token_throughput": tokens}
-        if not number and tokens.value:
-            return found
-        return found | {"throughput": scaled(tokens, len(recent) / number if number else 1.0)}
+        tokens = rate_of_blocks(np.array([block.num_tokens for block in blocks] or [0]), np.diff(edges), of="tokens")
+        ended = np.array([block.num_finished for block in blocks] or [0])
+        if tokens.value and not ended.any():
+            return {"token_throughput": tokens}
+        return {"token_throughput": tokens, "throughput": rate_of_blocks(ended, np.diff(edges), of="requests")}
 
     def _blocks_since(self, opens: float) -> list[_Block]:
         return [block for block in self._blocks if block.begins >= opens]

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from exeplan.runner.engine.executor import Executor
 
 log = logging.getLogger(__name__)
+_DEADLINES = 2.0
+"""Of those that workers were started with, that a plan may have which they run: a pass takes a fifth of one at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class PlanSwitcher:
             and new.engine.num_blocks <= self._engine.num_blocks
             and self._engine.fits_kv_budget(new.schedule)
             and (new.engine.device == "cpu" or self._has_room_for(new.schedule))
-            and (not _has_workers(new) or new.deadline_seconds <= self._built_for.deadline_seconds)
+            and (not _has_workers(new) or new.deadline_seconds <= _DEADLINES * self._built_for.deadline_seconds)
         )
 
     def _has_room_for(self, schedule: Schedule) -> bool:

@@ -254,7 +254,7 @@ def test_gpus_start_anew_for_more_micro_batches_or_more_sequences_than_they_were
 def test_workers_start_anew_for_batches_that_may_take_longer_than_they_were_started_for(
     placement, ray, has_workers, runner
 ):
-    """They and their links are given up after the deadline that they know."""
+    """They and their links are given up after the deadline that they know, a multiple of what their passes take."""
     built: list[float] = []
 
     def build(setup: EngineSetup) -> InProcessExecutor:
@@ -264,10 +264,10 @@ def test_workers_start_anew_for_batches_that_may_take_longer_than_they_were_star
     first = replace(gpu_setup(ON_ONE[1], placement), deadline_seconds=5.0, ray=ray)
     engine = Engine(InProcessExecutor(runner), first.schedule, num_blocks=BLOCKS)
     switcher = PlanSwitcher(engine, first, build=build, put=lambda built: None)
-    for number, seconds in enumerate([5.0, 40.0, 10.0, 40.0, 50.0]):
+    for number, seconds in enumerate([5.0, 10.0, 11.0, 5.0, 22.0, 23.0]):
         setup = replace(first, deadline_seconds=seconds)
         assert isinstance(switcher.take(SwitchPlan(number=number, setup=setup), []), PlanSwitched)
-    assert built == [40.0, 50.0] * has_workers
+    assert built == [11.0, 23.0] * has_workers
 
 
 @pytest.mark.parametrize("restored", [True, False])

@@ -5,8 +5,8 @@ Listens on 127.0.0.1 unless --host says otherwise, from the start: while the mod
 generation are 503; when it is warm, one line is printed (with
 --log-format json a record is logged, on standard error). SIGTERM or SIGINT (Ctrl-C) stops taking requests, finishes
 the running ones and ends with status 0; a second one ends at once. SIGHUP reads the plan's file again and goes over to
-it where it has changed, POST /plan with an API key in any case. When the engine fails for good the server ends with
-status 1.
+it where it was written or touched, POST /plan with an API key in any case. When the engine fails for good the server
+ends with status 1.
 """
 
 import argparse

@@ -69,6 +69,7 @@ class Replanner:
         mode: str = "advise",
         rules: Rules | None = None,
         file: Path | None = None,
+        plan_file: Path | None = None,
         model: str | None = None,
         gpu_memory_utilization: float | None = None,
         follow_devices: bool = True,
@@ -76,7 +77,8 @@ class Replanner:
         on_adopted: Callable[[Plan], None] = lambda plan: None,
         on_event: OnEvent = lambda kind, what: None,
     ) -> None:
-        """`setup` makes the engine's setup of a plan of one replica; `file` is where plans of the advisor are written.
+        """`setup` makes the engine's setup of a plan of one replica; `file` is where plans of the advisor are written,
+        `plan_file` where `plan` came from.
 
         `model` is where the model of a plan that is read lies, if not where the plan says, and `gpu_memory_utilization`
         what each plan that is adopted gets in place of its own, as `plan` has it. Without `follow_devices` a replica
@@ -87,8 +89,8 @@ class Replanner:
         if mode not in MODES:
             raise InputError(f"--replan must be one of {', '.join(MODES)}, found '{mode}'")
         self.state = ReplanState(mode=mode, plan=plan)
-        self._in_file = plan
-        """What the server's plan file said when it was last adopted."""
+        self._in_file, self._written = plan, plan_file and _written(plan_file)
+        """What the server's plan file said when it was last adopted, and when it had been written."""
         self._engine, self._spec, self._setup = engine, spec, setup
         self.rules, self._file, self._model = rules or Rules(), file, model
         self._utilization = gpu_memory_utilization
@@ -125,22 +127,31 @@ class Replanner:
 
     async def load(self, path: Path, *, source: str) -> Replanned:
         """Reads the server's plan again and adopts it. Raises InputError, and nothing has changed, where that fails."""
-        return await self._adopt_file(read_plan(path, model=self._model), path, source)
+        return await self._adopt_file(*self._read(path), path, source)
 
     async def load_changed(self, path: Path, *, source: str) -> Replanned | None:
-        """Reads the server's plan again, and adopts it where the file says something else than when it was last
-        adopted. None where it does not: a plan that has taken its place since then is to stay. Raises as `load`."""
-        plan = read_plan(path, model=self._model)
-        if with_utilization(plan, self._utilization) != self._in_file:
-            return await self._adopt_file(plan, path, source)
-        log.info("%s has not changed, so the active plan stays; POST /plan without a body adopts it all the same", path)
+        """Reads the server's plan again, and adopts it where the file was written since it was last adopted, if only
+        touched. None where it was not: a plan that has taken its place since then is to stay. Raises as `load`."""
+        plan, written = self._read(path)
+        if plan == self.state.plan:
+            self._in_file, self._written = plan, written
+            log.info("the plan of %s is the active one", path)
+        elif plan != self._in_file or written != self._written:
+            return await self._adopt_file(plan, written, path, source)
+        else:
+            log.info("%s has not changed, so the active plan stays; touch it before the signal to adopt it", path)
         if self._watching is None or self._watching.done():  # It may have ended for files that are there now.
             self.start()
         return None
 
-    async def _adopt_file(self, plan: Plan, path: Path, source: str) -> Replanned:
+    def _read(self, path: Path) -> tuple[Plan, int | None]:
+        """The plan, and when its file had been written."""
+        written = _written(path)
+        return with_utilization(read_plan(path, model=self._model), self._utilization), written
+
+    async def _adopt_file(self, plan: Plan, written: int | None, path: Path, source: str) -> Replanned:
         replanned = await self.adopt(plan, source=source, reason=f"{path} was loaded")
-        self._in_file = replanned.plan
+        self._in_file, self._written = replanned.plan, written
         return replanned
 
     async def adopt(self, plan: Plan, *, source: str, reason: str = "") -> Replanned:
@@ -404,3 +415,11 @@ def _replicas(plan: Plan) -> str:
         return "one replica"
     firsts = ", ".join(map(str, _first_devices(plan)))
     return f"{plan.num_replicas} replicas on the GPUs from {firsts} on ({plan.router})"
+
+
+def _written(path: Path) -> int | None:
+    """When the file was last written, in nanoseconds; None without it."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None

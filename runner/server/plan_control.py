@@ -64,8 +64,8 @@ class Vetoed(TypedDict):
 
 
 async def reload(service: Service) -> None:
-    """What SIGHUP asks for: the plan's file is adopted where it has changed, as the signal may be for keys and
-    certificates. An error is logged."""
+    """What SIGHUP asks for: the plan's file is adopted where it was written since then, as the signal may be for keys
+    and certificates. An error is logged."""
     try:
         replanner, file = _source(service)
         await replanner.load_changed(file, source="signal")

@@ -106,6 +106,7 @@ def serve(
                 mode=options.replan,
                 rules=Rules(dwell=options.replan_dwell_seconds),
                 file=options.written_to,
+                plan_file=options.plan_file,
                 model=options.model_dir,
                 gpu_memory_utilization=options.gpu_memory_utilization,
                 follow_devices=limits is None,

@@ -39,7 +39,7 @@ async def plan(service: Served) -> Response:
     responses=failures(400, 408, 409, 413, 503),
 )
 async def change_plan(request: Request, service: Served) -> Response:
-    check_admin(request, "changing the plan", or_else=", or SIGHUP")
+    check_admin(request, "changing the plan", or_else=", or SIGHUP after its file was written or touched")
     service.check_loaded()
     try:
         return JSONResponse(await control(service, await read_body(request)))

@@ -64,6 +64,7 @@ def test_a_broken_file_changes_nothing(served):
 
 def test_sighup_changes_nothing_where_the_file_says_what_it_did_though_another_plan_has_been_adopted(served):
     """It may be for new keys or certificates."""
+    assert served.call("/plan", b"").status == 200
     plan = shown(served)
     plan["schedule"]["prefill_batch"] = 2
     assert served.call("/plan", plan).status == 200
@@ -73,6 +74,21 @@ def test_sighup_changes_nothing_where_the_file_says_what_it_did_though_another_p
     assert (adopted(served), shown(served)["schedule"]) == (before, plan["schedule"])
     assert served.call("/plan", b"").status == 200
     assert (adopted(served), shown(served)["schedule"]["prefill_batch"]) == (before + 1, 4)
+
+
+def test_sighup_adopts_a_file_that_was_touched_and_not_a_plan_that_is_active(served):
+    plan = shown(served)
+    plan["schedule"]["prefill_batch"] = 2
+    assert served.call("/plan", plan).status == 200
+    before, length = adopted(served), len(served.log.read_text())
+    served.plan_file.touch()
+    served.process.send_signal(signal.SIGHUP)
+    eventually(lambda: adopted(served) == before + 1)
+    assert shown(served)["schedule"]["prefill_batch"] == 4
+    served.plan_file.touch()
+    served.process.send_signal(signal.SIGHUP)
+    eventually(lambda: f"the plan of {served.plan_file} is the active one" in served.log.read_text()[length:])
+    assert adopted(served) == before + 1
 
 
 def test_a_signal_while_the_engine_is_gone_leaves_a_line_in_the_log(caplog):

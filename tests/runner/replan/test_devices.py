@@ -119,10 +119,14 @@ def serving(
 def second_worker_ends() -> Iterator[Callable[[], None]]:
     """With the call of what it yields, and whenever there is one from then on, the second of two workers is killed."""
     begun, over = threading.Event(), threading.Event()
+    parent = os.getpid()
 
     def kill() -> None:
-        if len(workers := _workers()) == 2:
-            with suppress(ProcessLookupError):
+        """Looks among the children of the process that forks workers, once it is known: a new one is seen sooner."""
+        nonlocal parent
+        if len(workers := _workers(parent)) == 2:
+            with suppress(OSError):
+                parent = int(Path(f"/proc/{workers[1]}/stat").read_text().rpartition(")")[2].split()[1])
                 os.kill(workers[1], signal.SIGKILL)
 
     def kill_others() -> None:
@@ -144,10 +148,10 @@ def second_worker_ends() -> Iterator[Callable[[], None]]:
         thread.join()
 
 
-def _workers() -> list[int]:
-    """Of this process, in the order of their ranks."""
+def _workers(parent: int | None = None) -> list[int]:
+    """Of a process, this one unless given, in the order of their ranks."""
     found = []
-    for pid in descendants(os.getpid()):
+    for pid in descendants(parent or os.getpid()):
         with suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text().strip() == "exeplan-worker":
                 found.append(pid)

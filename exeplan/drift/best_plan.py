@@ -37,7 +37,10 @@ _ARRIVING = 3000
 """Requests of a replay with arrivals: a third of those of `exeplan optimize`, as the lengths are less certain too."""
 _MOST_STEPS = 128
 """Of the factor: bounds at most 44 times as wide."""
-_ASKED = ("model", "profile", "engine", "cluster", "gpus", "replicas", "router", "bound", "more_bounds", "deadline")
+_ASKED = (
+    *("model", "profile", "engine", "cluster", "gpus", "replicas", "router"),
+    *("max_seqs", "bound", "more_bounds", "deadline"),
+)
 """Fields of a plan that state the request and its devices."""
 
 

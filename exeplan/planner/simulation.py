@@ -243,7 +243,7 @@ def simulate_plan(
         kv_dtype=plan.kv_dtype or profile.kv_dtype,
         routing=profile.routing,
         device=plan.device or profile.device.kind,
-        max_seqs=plan.max_seqs or problem.max_seqs,
+        max_seqs=plan.max_seqs or _places(plan, request, problem),
     )
     return Simulation(
         plan=filled,
@@ -260,6 +260,13 @@ def simulate_plan(
         ),
         extrapolated=tuple(dict.fromkeys(sentence for one, group in alone for sentence in _beyond(one, group))),
     )
+
+
+def _places(plan: Plan, request: PlanRequest, first: Problem) -> int:
+    """Requests that may be resident on all GPUs together; `first` is the problem of one replica of the first group."""
+    if plan.more_replicas:
+        return request.problem_at(plan.placement).max_seqs
+    return first.max_seqs * plan.num_replicas
 
 
 def _beyond(problem: Problem, group: ReplicaGroup) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from exeplan.drift.trace import arrivals_of, play_trace
 from exeplan.drift.watch import Watch
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.optimize import optimize
-from exeplan.planner.load_problem import engine_blocks, load_plan
+from exeplan.planner.load_problem import engine_blocks, load_plan, plan_problems
 from exeplan.planner.problems.problem import make_problem
 from exeplan.planner.problems.replays import replay_estimate
 from exeplan.planner.problems.replicas import together
@@ -150,6 +150,20 @@ def test_at_a_rate_equal_replicas_are_replayed_behind_their_router(plan, problem
     assert found.missed == 1.0
     assert found.plan.replay.latency < 0.3
     assert found.plan.replay.throughput == pytest.approx(count * arrivals.rate, rel=0.05)
+
+
+def test_a_replan_of_equal_replicas_keeps_their_limit_on_residents(plan, problem, profile):
+    four = replace(plan, replicas=(0, 1, 2, 3), router=ROUTERS[0], max_seqs=32)
+    (here,) = plan_problems(four, profile=profile, workload="fixed:in=30;out=60")
+    assert here.max_seqs == 8
+    monitor, trace = LengthMonitor(), draw(1200, 3)
+    seen = enumerate(zip(trace.inputs.tolist(), trace.outputs.tolist(), strict=True))
+    monitor.note([RequestLengths(float(n), i, o, True) for n, (i, o) in seen], [])
+    found = best_plan(
+        replace(here, workload=problem.workload), monitor.observe(), four, policies=("orca",), confidence=0.8
+    ).plan
+    (again,) = plan_problems(found, profile=profile, workload="fixed:in=30;out=60")
+    assert (found.max_seqs, again.max_seqs) == (32, 8)
 
 
 def test_nor_where_the_plan_was_made_from_few_requests(profile):

@@ -12,6 +12,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule, Stage
 from exeplan.planner.choice.optimize import as_json
+from exeplan.planner.load_problem import load_plan, plan_problems
 from exeplan.planner.reports.report import optimum_report
 from exeplan.units import show_bytes
 from exeplan.workload.workload import Trace, Workload
@@ -117,6 +118,22 @@ def test_the_longest_gap_is_that_of_the_group_whose_passes_take_longest(profile:
     assert between.broken_bound == Bound(seconds=0.95 * long, metric=MAX_ITL)
     assert repr(between).endswith(f"a pass that the plan allows breaks the {between.broken_bound}")
     assert repr(simulated(0.5 * seen)).endswith(f"the replay breaks the {Bound(seconds=0.5 * seen, metric=MAX_ITL)}")
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+def test_a_plan_without_a_limit_keeps_the_places_of_its_replicas(
+    unequal: bool, profile: Profile, tmp_path: Path
+) -> None:
+    """The limit that is written is that of all GPUs together, as one that is given."""
+    plan = plan_of(profile, replicas=4, router=ROUTERS[0], rate=None)
+    other = replace(plan.groups[0], schedule=Schedule("orca", {"max_num_seqs": 1}), first_devices=(4, 5))
+    plan = replace(plan, more_replicas=(other,) if unequal else ())
+    before = [one.max_seqs for one in plan_problems(plan, profile=profile)]
+    path = tmp_path / "plan.yaml"
+    for _ in range(2):
+        plan = exeplan.simulate(plan, profile=profile, requests=20).save(path)
+        assert [one.max_seqs for one in plan_problems(load_plan(path), profile=profile)] == before
+    assert plan.max_seqs == 64
 
 
 def test_a_trace_comes_to_all_replicas_at_its_own_times(profile: Profile) -> None:

@@ -331,7 +331,7 @@ def _more_gpus(explained: _Plan, whole: Cluster | None, told: Told) -> WhatIf:
         cluster=cluster,
         memory=memory,
         cost=CostModel(problem.cost.timings, cluster=cluster),
-        max_seqs=math.ceil(problem.max_seqs * cluster.num_gpus / number),
+        max_seqs=problem.max_seqs * cluster.num_gpus // number if problem.seqs_measured else problem.max_seqs,
     )
     return explained.with_more(f"{cluster.num_gpus} GPUs instead of {number}", "the GPUs", bigger, told)
 

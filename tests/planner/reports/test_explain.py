@@ -43,7 +43,7 @@ def explained(problem: Problem, *names: str, whole: Cluster | None = None, effor
 
 
 def problem(
-    profile: Profile, seconds: float, *, gpus: int = 1, max_seqs: int = 32, one_pipeline: bool = False
+    profile: Profile, seconds: float, *, gpus: int = 1, max_seqs: int | None = 32, one_pipeline: bool = False
 ) -> Problem:
     cluster = NODES.part(gpus) if gpus > 1 else None
     found = make_problem(profile, load_workload(LAW), Bound(seconds=seconds), cluster=cluster, max_seqs=max_seqs)
@@ -185,7 +185,7 @@ def test_no_sentence_contradicts_a_new_optimization(
             bound=slack * tightest,
             mean=mean,
             tail=tail,
-            max_seqs=-(-max_seqs * larger(NODES, gpus).num_gpus // gpus),
+            max_seqs=max_seqs,
         )
         check_sentence(found, found.more_gpus, max(0.0, throughput(other.optimum) / throughput(solution.optimum) - 1))
 
@@ -209,10 +209,14 @@ def check_sentence(found: Explanation, what: WhatIf, gain: float) -> None:
         assert gain <= what.noise
 
 
-def test_one_more_gpu_is_optimized_for(profile: Profile) -> None:
-    found = explained(problem(profile, 0.2, gpus=2), "orca", whole=NODES)
+@pytest.mark.parametrize("max_seqs", [32, None])
+def test_one_more_gpu_is_optimized_for(max_seqs: int | None, profile: Profile) -> None:
+    """Under the limit on residents that was asked for, or with the places that were measured on each GPU."""
+    found = explained(problem(profile, 0.2, gpus=2, max_seqs=max_seqs), "orca", whole=NODES)
     assert found.more_gpus.change == "3 GPUs instead of 2"
-    three = optimize(problem(profile, 0.2, gpus=3, max_seqs=48), policies=("orca",)).plan
+    three = optimize(problem(profile, 0.2, gpus=3, max_seqs=max_seqs), policies=("orca",)).plan
+    assert found.more_gpus.plan is not None
+    assert found.more_gpus.plan.max_seqs == three.max_seqs == (max_seqs or 3 * 64)
     assert found.more_gpus.schedule == three.schedule
     assert len(found.breakdowns[0].stages) == len(found.groups[0].placement)
 
@@ -229,7 +233,7 @@ def test_one_more_process_on_the_profiled_host_shares_its_memory(profile: Profil
     solution = exeplan.optimize(host, LAW, latency_bound=10.0, policy="orca", gpus=2, max_num_seqs=64)
     found = solution.explain().more_gpus
     assert found.change == "3 GPUs instead of 2"
-    three = exeplan.optimize(host, LAW, latency_bound=10.0, policy="orca", gpus=3, max_num_seqs=96)
+    three = exeplan.optimize(host, LAW, latency_bound=10.0, policy="orca", gpus=3, max_num_seqs=64)
     assert found.gain == pytest.approx(max(0.0, throughput(three.optimum) / throughput(solution.optimum) - 1))
 
 

@@ -58,10 +58,9 @@ def longest_stall(steady: SteadyState, cost: CostModel) -> Stall:
     if most.apart:
         passes = clock.phase_passes(most, padded=policy.PADS_PROMPTS, cut=cut)
         seconds = clock.phase_seconds(passes, groups if most.in_turn else None)
-        tokens = sum(count * batch.num_new_tokens for batch, count in passes) * (most.passes if most.in_turn else 1)
         of_each = passes[0][0].pad_to or passes[0][0].prefill[0].num_tokens
         seconds += clock.seconds(Batch(decode=clock.rows(rows)), groups)
-        return Stall(seconds=seconds, num_prompts=tokens // of_each, num_tokens=tokens)
+        return Stall(seconds=seconds, num_prompts=most.prompts, num_tokens=most.prompts * of_each)
     batches = clock.mixed(most, rows, cut=cut)
     seconds, longest = max(((clock.seconds(batch, groups), batch) for batch in batches), key=lambda pair: pair[0])
     tokens = sum(end - start for start, end in longest.spans)
@@ -79,22 +78,26 @@ class _Clock:
     """Tokens of a row that decodes, of as many as are hardly ever exceeded."""
 
     def phase_passes(self, most: PrefillBetween, *, padded: bool, cut: bool) -> list[tuple[Batch, int]]:
-        """The passes that prefill all of them, each with how often it comes; of one group where groups take turns.
+        """The passes that prefill all of them, each with how often it comes; where groups take turns, of the one with
+        the most prompts.
 
-        The prompts have the same tokens, and those of several passes as many as they have together.
+        The prompts have the same tokens: with a limit on those of a pass as many as all prompts have together, without
+        one as many as those of the largest pass.
         """
         law, one_each = self.workload.input_law, math.ceil(most.prompts / most.passes)
-        passes = 1 if most.in_turn else most.passes
-        if most.tokens is None:
-            lengths = prompt_tokens(law, one_each)
-            return [(Batch(prefill=self._prompts(lengths), pad_to=law.max if padded else 0), passes)]
-        lengths = prompt_tokens(law, one_each if most.in_turn else most.prompts)
-        if cut:
+        number = one_each if most.in_turn else most.prompts
+        lengths = prompt_tokens(law, one_each if most.tokens is None else number)
+        if most.tokens is not None and cut:
             return self._cut_passes(lengths[0], sum(lengths), most.tokens)
-        passes = max(passes, most_whole_passes(law, lengths, most.tokens))
-        together = math.ceil(len(lengths) / passes)
-        tokens = math.ceil(sum(lengths) / (passes * together))
-        return [(Batch(prefill=self._prompts([tokens] * together)), passes)]
+        passes = 1 if most.in_turn else most.passes
+        if most.tokens is not None:
+            passes = max(passes, most_whole_passes(law, lengths, most.tokens))
+        each, larger = divmod(number, passes)
+        sizes = [(each + 1, larger), (each, passes - larger)]
+        pad_to = law.max if padded else 0
+        return [
+            (Batch(prefill=self._prompts([lengths[0]] * size), pad_to=pad_to), count) for size, count in sizes if count
+        ]
 
     def _cut_passes(self, length: int, total: int, room: int) -> list[tuple[Batch, int]]:
         """Of prompts of that length, one behind the other; one pass stands for others that begin at a like place."""

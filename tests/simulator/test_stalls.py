@@ -149,6 +149,43 @@ def test_all_passes_of_four_prompts_under_a_limit_by_hand(
     assert (found.num_prompts, found.num_tokens) == (4, 256)
 
 
+def prompts(number: int, tokens: int) -> tuple[SequenceState, ...]:
+    return (SequenceState(request_id="", num_prompt_tokens=tokens, max_output_tokens=1),) * number
+
+
+@pytest.mark.parametrize(
+    ("variables", "tokens", "passes"),
+    [
+        ({"prefill_batch": 10, "max_num_batched_tokens": 300}, 141, [2, *[1] * 8]),
+        ({"prefill_batch": 10, "max_num_batched_tokens": 300, "micro_batches": 10}, 141, [1] * 10),
+        ({"prefill_batch": 10, "micro_batches": 4}, 149, [3, 3, 2, 2]),
+    ],
+    ids=str,
+)
+def test_passes_of_unequally_many_prompts_have_no_more_than_there_are(
+    variables: dict[str, int], tokens: int, passes: list[int], cost: CostModel
+) -> None:
+    """Ten prompts have 1402 tokens together, three 446; nine passes of a limit of 300 cannot be of two prompts each."""
+    workload = load_workload("normal:in=130,8,200;out=16,3,24")
+    assert [prompt_tokens(workload.input_law, n)[0] for n in (10, 3)] == [141, 149]
+    schedule = Schedule("rra", {"decode_steps": 2, **variables})
+    steady = steady_state(schedule, workload, cost)
+    found = longest_stall(steady, cost)
+    assert (found.num_prompts, found.num_tokens) == (10, 10 * tokens)
+    groups, residents = schedule.num_micro_batches, steady.cycle.num_seqs
+    context, rows = steady.kv_tokens / residents, (residents + 4 * math.sqrt(residents)) / groups
+    decode = Batch(decode=prompts(math.ceil(rows), math.ceil(context)))
+    each = [Batch(prefill=prompts(number, tokens)) for number in passes] + [decode] * groups
+    assert found.seconds == pytest.approx(sum(map(cost.batch_seconds, each)))
+
+
+def test_groups_that_take_turns_have_no_more_prompts_than_come_before_a_token(cost: CostModel) -> None:
+    """Ten slots of three groups, and the rest of a prompt that was cut in each: the largest group prefills five."""
+    schedule = Schedule("sglang", {"max_num_seqs": 10, "max_num_batched_tokens": 64, "micro_batches": 3})
+    found = longest_stall(steady_state(schedule, ALIKE, cost), cost)
+    assert (found.num_prompts, found.num_tokens) == (13, 13 * 64)
+
+
 def asked(profile: Profile, *more: Bound) -> Problem:
     problem = make_problem(profile, SHORT, Bound(seconds=math.inf), max_seqs=64)
     return replace(problem, more_bounds=more)

@@ -6,7 +6,7 @@ Of the arrivals of a trace it takes those of a Poisson stream.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,14 +40,21 @@ def with_headroom(plan: Plan, alone: Sequence[Problem], *, known: Headrooms | No
     promises = [plan.promise, *plan.promise.get("more_groups", ())]
     margins = [one.get("margin", {}) for one in promises] * (1 if len(promises) > 1 else len(plan.groups))
 
-    def least(headroom: Callable[[Problem, Schedule], float | None]) -> float | None:
-        found = [
-            headroom(as_replayed(one, group.schedule, plan.replay, margin=margin), group.schedule)
-            for one, group, margin in zip(alone, plan.groups, margins, strict=True)
-        ]
-        return min((value for value in found if value is not None), default=None)
+    replayed = [
+        (as_replayed(one, group.schedule, plan.replay, margin=margin), group)
+        for one, group, margin in zip(alone, plan.groups, margins, strict=True)
+    ]
+    return replace(
+        plan,
+        drift_headroom=_least(
+            drift_headroom(one, group.schedule, kv_tokens=group.kv_cache_tokens) for one, group in replayed
+        ),
+        rate_headroom=_least(rate_headroom(one, group.schedule) for one, group in replayed),
+    )
 
-    return replace(plan, drift_headroom=least(drift_headroom), rate_headroom=least(rate_headroom))
+
+def _least(found: Iterable[float | None]) -> float | None:
+    return min((value for value in found if value is not None), default=None)
 
 
 def most_rate(plan: Plan) -> float | None:
@@ -63,15 +70,16 @@ def is_most(headroom: float | None) -> bool:
     return headroom is not None and headroom >= _LIMIT
 
 
-def drift_headroom(problem: Problem, schedule: Schedule) -> float | None:
+def drift_headroom(problem: Problem, schedule: Schedule, *, kv_tokens: int | None = None) -> float | None:
     """The share by which output lengths may rise, all in proportion, before a bound breaks.
 
-    None without a finite bound; never more than 400 %. Where requests arrive, as many are served at once as the plan's
-    KV cache then holds: the others wait. Under a backlog fewer at once have less latency, and nothing waits.
+    None without a finite bound; never more than 400 %. Where requests arrive, as many are served at once as a KV
+    cache of `kv_tokens` then holds, by default the one that is planned: the others wait. Under a backlog fewer at once
+    have less latency, and nothing waits.
     """
     if math.isinf(problem.limit):
         return None
-    tokens = kv_cache_tokens(problem, schedule) if problem.arrivals else math.inf
+    tokens = (kv_tokens or kv_cache_tokens(problem, schedule)) if problem.arrivals else math.inf
 
     def filled(rise: float) -> float:
         longer = replace(problem, workload=problem.workload.scale(1.0 + rise))

@@ -14,7 +14,7 @@ from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
 from exeplan.planner.choice.optimize import optimize
-from exeplan.planner.problems.headroom import _LIMIT, _STEPS, _headroom, drift_headroom
+from exeplan.planner.problems.headroom import _LIMIT, _STEPS, _headroom, drift_headroom, with_headroom
 from exeplan.planner.problems.problem import make_problem
 from exeplan.planner.problems.replays import kv_cache_tokens, replay_estimate
 from exeplan.planner.reports.report import promise_report
@@ -105,6 +105,24 @@ def test_slots_that_the_cache_does_not_hold_with_longer_outputs_are_no_drift_hea
     assert found < (promised := _headroom(with_all_slots))
     assert latency(found) < 1.4 * 30.0
     assert latency(promised) > 2.5 * 30.0
+
+
+def test_a_plan_with_a_smaller_cache_than_planned_has_less_drift_headroom(profile: Profile) -> None:
+    asked = replace(
+        make_problem(profile, load_workload("normal:in=40,10,80;out=12,5,24"), Bound(seconds=1.0), max_seqs=32),
+        arrivals=Arrivals(rate=60.0),
+    )
+    plan = replace(optimize(asked, policies=("orca",)).plan, replay=None)
+    schedule, planned = plan.schedule, plan.kv_cache_tokens
+    assert planned is not None
+    assert planned == kv_cache_tokens(asked, schedule)
+    found = [with_headroom(replace(plan, kv_cache_tokens=tokens), [asked]) for tokens in (None, planned, planned // 3)]
+    assert found[0].drift_headroom == found[1].drift_headroom == drift_headroom(asked, schedule)
+    assert found[2].drift_headroom == drift_headroom(asked, schedule, kv_tokens=planned // 3)
+    assert found[1].drift_headroom is not None
+    assert found[2].drift_headroom is not None
+    assert found[2].drift_headroom < found[1].drift_headroom
+    assert found[2].rate_headroom == found[1].rate_headroom
 
 
 def test_a_batch_within_a_cache_is_the_largest_that_it_holds(profile: Profile) -> None:

@@ -181,13 +181,16 @@ def candidates(
     known: Known | None = None,
     outcomes: Outcomes | None = None,
     rivals: float = 0.0,
+    alike: bool = False,
+    at_least: float = 0.0,
     progress: SearchProgress | None = None,
 ) -> dict[Key, Candidate]:
     """Every policy's candidate on pipelines of every size; on a cluster the policies are searched in parallel. What was
     evaluated is added to the `outcomes`.
 
     `parts` are the problems of one pipeline by its number of GPUs, rising; `problem` is that of the whole cluster. On
-    one device a policy with less than the share `rivals` of the throughput of those before it need not be found.
+    one device a policy with less than the share `rivals` of the throughput of those before it need not be found, and
+    nowhere one of less than `at_least` requests/s of all replicas. Where those are `alike`, no other sizes are tried.
     """
     known, outcomes = {} if known is None else known, {} if outcomes is None else outcomes
     workers = num_workers(problem, policies)
@@ -196,19 +199,20 @@ def candidates(
         found = dict[Key, Candidate]()
         for policy in policies:
             most = max(map(sustained, found.values()), default=0.0) if len(parts) == 1 else 0.0
-            found |= _of_policy(problem, parts, policy, method, known, outcomes, tell, at_least=rivals * most)
+            beaten = max(at_least, rivals * most)
+            found |= _of_policy(problem, parts, policy, method, known, outcomes, tell, alike=alike, at_least=beaten)
         return found
     _prepare(problem)
     context = get_context("fork")
     told: SimpleQueue[Message] = context.SimpleQueue()
     with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(problem, parts, known, told)) as pool:
         order = _largest_first(problem, policies)
-        futures = [pool.submit(_shared_candidates, alike, method) for alike in order]
+        futures = [pool.submit(_shared_candidates, of_law, method, alike, at_least) for of_law in order]
         _follow(futures, told, progress)
         done = [future.result() for future in futures]
-    for alike, (_, new, evaluated) in zip(order, done, strict=True):
+    for of_law, (_, new, evaluated) in zip(order, done, strict=True):
         known |= new
-        law = load_policy(alike[0]).steady_state  # A function of a user's file cannot be sent.
+        law = load_policy(of_law[0]).steady_state  # A function of a user's file cannot be sent.
         outcomes |= {(law, *key): outcome for key, outcome in evaluated.items()}
     found = {key: one for of_policies, _, _ in done for key, one in of_policies.items()}
     return {key: found[key] for policy in policies for key in found if key[1] == policy}
@@ -262,20 +266,25 @@ def _of_policy(
     outcomes: Outcomes,
     tell: Tell,
     *,
-    at_least: float = 0.0,
+    alike: bool,
+    at_least: float,
 ) -> dict[Key, Candidate]:
     """One policy's candidates. A large pipeline is searched for more than small ones on as many GPUs have together."""
     found: dict[int, Candidate] = {}
     for size, part in parts.items():
-        found[size] = _of_size(problem, part, policy, method, found, known, outcomes, tell, at_least=at_least)
-    if problem.cluster is None or problem.one_pipeline:
+        found[size] = _of_size(
+            problem, part, policy, method, found, known, outcomes, tell, alike=alike, at_least=at_least
+        )
+    if problem.cluster is None or problem.one_pipeline or alike:
         return {(size, policy): one for size, one in found.items()}
     tried = {*found, *pipeline_sizes(problem.cluster)}
     while sizes := sizes_between(problem.cluster, {size: sustained(one) for size, one in found.items()}, tried):
         tried.update(sizes)
         for size in sizes:
             if between := part_of(problem, size):
-                found[size] = _of_size(problem, between, policy, method, found, known, outcomes, tell)
+                found[size] = _of_size(
+                    problem, between, policy, method, found, known, outcomes, tell, alike=alike, at_least=at_least
+                )
     return {(size, policy): one for size, one in found.items()}
 
 
@@ -289,15 +298,16 @@ def _of_size(
     outcomes: Outcomes,
     tell: Tell,
     *,
-    at_least: float = 0.0,
+    alike: bool,
+    at_least: float,
 ) -> Candidate:
     # Also where it misses a required rate: a larger pipeline that has less misses it too.
     rates = {size: reached(one) for size, one in smaller.items() if reached(one)}
     if method != "branch-and-bound":
         beaten = 0.0
-    elif problem.arrivals and part.cluster is not None:
+    elif (problem.arrivals or alike) and part.cluster is not None:
         together = max((problem.replicas_of(size) * value for size, value in rates.items()), default=0.0)
-        beaten = max(at_least, together / problem.replicas_of(part.cluster.num_gpus))
+        beaten = max(at_least, together) / problem.replicas_of(part.cluster.num_gpus)
     else:
         fitting = {size: value for size, value in rates.items() if part.cluster and size <= part.cluster.num_gpus}
         beaten = max(at_least, division_throughput(fitting, best_division(fitting, part.cluster)))
@@ -330,13 +340,13 @@ def _share(problem: Problem, parts: Mapping[int, Problem], known: Known, told: "
 
 
 def _shared_candidates(
-    policies: Sequence[str], method: str
+    policies: Sequence[str], method: str, alike: bool, at_least: float
 ) -> tuple[dict[Key, Candidate], Known, dict[tuple[Hashable, ...], Outcome]]:
     """The candidates of policies of one law, the searches that were not known before, and what was evaluated, by
     placement and variables."""
     problem, parts, known, told = _shared[0]
     before, found, outcomes = dict(known), dict[Key, Candidate](), Outcomes()
     for policy in policies:
-        found |= _of_policy(problem, parts, policy, method, known, outcomes, told.put)
+        found |= _of_policy(problem, parts, policy, method, known, outcomes, told.put, alike=alike, at_least=at_least)
     new = {key: one for key, one in known.items() if before.get(key) is not one}
     return found, new, {key[1:]: outcome for key, outcome in outcomes.items()}

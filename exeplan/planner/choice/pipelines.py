@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
 
 from exeplan.core.bounds import Bound, scaled, utilizations
 from exeplan.core.schedule import Estimate, Placement, Schedule, num_ranks
@@ -41,6 +40,7 @@ from exeplan.planner.problems.replicas import (
     pipeline_sizes,
 )
 from exeplan.progress import Told
+from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.run import Run
 
 _RETRIES = 8
@@ -50,6 +50,9 @@ _FIRST_SLACK = 0.001
 weights, 1 % of latency is worth 10 % of throughput."""
 _DOUBT = 0.05
 """How much better than its closed form a replay may be; nearly all are within half of it."""
+_SURE_GAIN = 0.01
+"""What equal replicas with the places of idle GPUs serve more than the best division, at least and by the closed form:
+replays of other divisions are then left out."""
 _ADJUSTED_SEEDS = 3
 """Replays of an adjusted schedule."""
 _MISJUDGED, _GIVEN_UP = 1.1, 2
@@ -111,7 +114,8 @@ class Pipelines:
         self.parts = _parts(problem, effort.largest)
         self.held = held = tuple(less_margin(problem, self.margin))
         tight = {size: part.held_to(held) for size, part in self.parts.items()}
-        progress = search_progress(problem, tight, policies, method, told)
+        share = len(tight) / (len(tight) + len(_parts_with_idle_places(problem, tight, effort.largest)))
+        progress = search_progress(problem, tight, policies, method, told.part(0.0, share))
         self.outcomes = Outcomes()
         self.found = candidates(
             problem.held_to(held),
@@ -150,30 +154,51 @@ class Pipelines:
         """Schedules whose replay broke a bound."""
         self.unsure: dict[Key, Infeasible] = {}
         """Why the size of the trace leaves open whether a proved schedule sustains the rate, with a stated risk."""
-        self._share_places_of_idle_gpus(known)
+        self._share_places_of_idle_gpus(known, told.part(share, 1.0))
         self.limits: dict[Key, tuple[Bound, ...]] = dict.fromkeys(self.found, held)
 
-    def _share_places_of_idle_gpus(self, known: Known | None) -> None:
-        """Equal replicas alone, where they serve more with the places for residents that GPUs have which they leave
-        idle: in proportion to its GPUs any division may have its places, and idle ones keep theirs."""
-        if self.alike:
+    def _share_places_of_idle_gpus(self, known: Known | None, told: Told) -> None:
+        """Equal replicas alone, where they certainly serve more with the places for residents that GPUs have which they
+        leave idle: in proportion to its GPUs any division may have its places, and idle ones keep theirs.
+
+        Not looked for where more places are of no use.
+        """
+        idle = _parts_with_idle_places(self.problem, self.parts, self.effort.largest)
+        if not idle or not (idle.keys() - self.parts.keys() or self._residents_bind()):
             return
-        most, found, outcomes = self.throughput(self.best()), dict[Key, Candidate](), Outcomes()
-        parts = _parts_with_idle_places(self.problem, self.parts, self.effort.largest)
-        for (size, part), policy in product(parts.items(), self.policies):
-            at_least = most / self.count(size)
-            one = candidate(
-                part.held_to(self.held), policy, self.method, at_least=at_least, known=known, outcomes=outcomes
-            )
-            if sustained(one) > at_least:
-                found[size, policy] = one
+        tight = {size: part.held_to(self.held) for size, part in idle.items()}
+        least, outcomes = (1 + _SURE_GAIN) * self.throughput(self.best()), Outcomes()
+        searched = candidates(
+            self.problem.held_to(self.held),
+            tight,
+            self.policies,
+            self.method,
+            known=known,
+            outcomes=outcomes,
+            alike=True,
+            at_least=least,
+            progress=search_progress(self.problem, tight, self.policies, self.method, told),
+        )
+        found = {key: one for key, one in searched.items() if self.count(key[0]) * sustained(one) > least}
         if found:
             self.alike, self.outcomes = True, outcomes
             for size in sorted({size for size, _ in found}):
-                self.parts[size] = parts[size]
+                self.parts[size] = idle[size]
                 for policy in self.policies:
                     self.found.setdefault((size, policy), not_searched(policy))
             self.found |= found
+
+    def _residents_bind(self) -> bool:
+        """Whether the best schedule of a pipeline, or the lowest-latency one where it has none, fills more than half of
+        its places: no batch has a next size of more than twice as many."""
+        for (size, policy), one in self.found.items():
+            if one.search is None or one.placement is None:
+                continue
+            part, trial = self.parts[size], one.search.best or one.search.lowest_latency
+            schedule, placed = self.problem.schedule(policy, trial.point), placed_at(part, one.placement)
+            if 2 * steady_state(schedule, part.workload, placed.cost).cycle.num_seqs > part.max_seqs:
+                return True
+        return False
 
     def score(self, key: Key) -> float:
         """Requests/s of one pipeline: by its replay where it has one, else by the closed form, at most as tried.
@@ -477,8 +502,9 @@ def _parts(problem: Problem, largest: int | None) -> dict[int, Problem]:
 
 
 def _parts_with_idle_places(problem: Problem, parts: Mapping[int, Problem], largest: int | None) -> dict[int, Problem]:
-    """The problems of one of equal pipelines that leave GPUs idle, with the places of those, by the number of GPUs."""
-    if problem.cluster is None or problem.seqs_measured:
+    """The problems of one of equal pipelines that leave GPUs idle, with the places of those, by the number of GPUs;
+    none where all replicas are equal already, and where GPUs have the places that were measured."""
+    if problem.cluster is None or problem.seqs_measured or problem.one_pipeline or problem.arrivals:
         return {}
     found: dict[int, Problem] = {}
     for size in sorted({*pipeline_sizes(problem.cluster), *parts}):

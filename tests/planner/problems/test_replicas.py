@@ -14,8 +14,9 @@ from exeplan.core.cluster import Cluster, Link, load_cluster
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import num_devices
+from exeplan.planner.choice.candidates import Known
 from exeplan.planner.choice.optimize import optimize, with_frontier
-from exeplan.planner.choice.pipelines import Effort, Pipelines
+from exeplan.planner.choice.pipelines import _SURE_GAIN, Effort, Pipelines
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.planner.problems.replicas import (
     best_division,
@@ -25,7 +26,7 @@ from exeplan.planner.problems.replicas import (
     pipeline_sizes,
 )
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
-from exeplan.progress import SILENT
+from exeplan.progress import SILENT, Told
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
 
@@ -115,16 +116,16 @@ def on_a40s(model: str, gpus: int, *, bound: float, max_seqs: int | None = None,
     return replace(problem, arrivals=Arrivals(rate=rate) if rate else None)
 
 
-def searched(problem: Problem) -> Pipelines:
+def searched(problem: Problem, *, known: Known | None = None, told: Told = SILENT) -> Pipelines:
     return Pipelines(
         problem,
         ("orca",),
         method="branch-and-bound",
         seed=0,
         risk=None,
-        known=None,
+        known=known,
         effort=Effort(report=False),
-        told=SILENT,
+        told=told,
     )
 
 
@@ -132,14 +133,44 @@ def searched(problem: Problem) -> Pipelines:
 @pytest.mark.parametrize("bound", [6.0, math.inf])
 @pytest.mark.parametrize("max_seqs", [1, 3, 8, 96])
 def test_more_gpus_are_never_worse_with_as_many_residents(max_seqs: int, bound: float, rate: float | None) -> None:
-    """A model that needs two GPUs, by the closed form; at a rate that is far below what full batches serve."""
+    """A model that needs two GPUs, by the closed form; at a rate that is far below what full batches serve. To within
+    the gain from which the places of idle GPUs are worth that all replicas are equal."""
     before = 0.0
     for gpus in (2, 3, 4, 5):
         pipelines = searched(on_a40s("qwen3-32b", gpus, bound=bound, max_seqs=max_seqs, rate=rate))
         division = pipelines.best()
         assert sum(count * pipelines.parts[size].max_seqs for size, (_, count) in division.items()) <= max_seqs
-        assert pipelines.throughput(division) >= (1 - 1e-9) * before
+        assert (1 + _SURE_GAIN) * pipelines.throughput(division) >= (1 - 1e-9) * before
         before = pipelines.throughput(division)
+
+
+class Recorded(Told):
+    """Keeps the shares that it is told."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+
+    def __call__(self, title: str, share: float) -> None:
+        self.shares.append(share)
+
+
+def test_for_a_gain_that_no_replay_shows_replicas_need_not_be_equal() -> None:
+    four, five = (searched(on_a40s("qwen3-32b", gpus, bound=math.inf, max_seqs=96)) for gpus in (4, 5))
+    assert (four.best(), five.best()) == ({2: ("orca", 2)}, {3: ("orca", 1), 2: ("orca", 1)})
+    assert four.throughput(four.best()) == pytest.approx(1.005 * five.throughput(five.best()), rel=2e-3)
+
+
+@pytest.mark.parametrize(("max_seqs", "again"), [(8, True), (30_000, False)])
+def test_places_of_idle_gpus_are_tried_where_there_are_too_few(max_seqs: int, again: bool) -> None:
+    """On one of two pipelines that fit three GPUs; of the work, the first search is told as two of three parts."""
+    known: Known = {}
+    told = Recorded()
+    problem = on_a40s("qwen3-32b", 3, bound=math.inf, max_seqs=max_seqs)
+    pipelines = searched(problem, known=known, told=told)
+    assert pipelines.alike is again
+    assert len(known) == 2 + again
+    assert told.shares == sorted(told.shares)
+    assert told.shares[-1] == pytest.approx(1.0 if again else 2 / 3)
 
 
 @pytest.mark.parametrize("rate", [None, 0.001])

@@ -350,7 +350,9 @@ class Pipelines:
         self.broken.append((winner.schedule, replayed))
         self.tries[key] += 1
         if self.tries[key] >= _RETRIES:
-            self.found[key] = replace(winner, schedule=None, refusal=f"{winner.policy} breaks a bound in its replays")
+            kept = proof.margin and max(utilizations(self.problem.bounds, replayed)) <= 1
+            why = "keeps the bounds, but not with the margin of --risk," if kept else "breaks a bound"
+            self.found[key] = replace(winner, schedule=None, refusal=f"{winner.policy} {why} in its replays")
             return
         self._search_again(key, filled(self.parts[key[0]], winner, proof), replayed)
 

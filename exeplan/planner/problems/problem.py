@@ -382,9 +382,12 @@ class Problem:
 def check_sustained(full: SteadyState, arrivals: Arrivals) -> None:
     """Raises Infeasible where a schedule serves no more than comes: its queue would grow without end."""
     if full.throughput <= arrivals.rate:
+        come = f"{arrivals} come"
+        if arrivals.share < 1:
+            whole = replace(arrivals, rate=arrivals.rate / arrivals.share)
+            come = f"a replica with it gets {arrivals.rate:.3g} of {whole}"
         raise Infeasible(
-            f"{full.schedule} sustains {full.throughput:.3g} requests/s, {arrivals} come: its queue would grow without "
-            "end"
+            f"{full.schedule} sustains {full.throughput:.3g} requests/s, {come}: its queue would grow without end"
         )
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from exeplan.core.bounds import Bound
+from exeplan.core.cluster import Cluster, Link
 from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.answers import last_resort, refuse_rate, solved
 from exeplan.planner.choice.candidates import reached
 from exeplan.planner.choice.optimize import optimize
-from exeplan.planner.choice.pipelines import Effort, Pipelines
+from exeplan.planner.choice.pipelines import _RETRIES, Effort, Pipelines, Proof
 from exeplan.planner.margins.margins import Risk
 from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.progress import SILENT
@@ -97,3 +98,44 @@ def test_a_rate_of_the_whole_capacity_is_refused_as_a_queue_without_end(profile:
     message = r"^orca\(.*\) sustains (.*) requests/s, \1 requests/s .* come: its queue would grow without end$"
     with pytest.raises(Infeasible, match=message):
         optimize(at_share_of_capacity(profile, 1.0, "orca"), policies=("orca",))
+
+
+def test_a_rate_of_the_whole_capacity_of_replicas_is_told_as_it_was_given(profile: Profile) -> None:
+    link = Link(bytes_per_second=1e9, latency=1e-5)
+    four = Cluster(
+        name="c", device="affine", num_nodes=1, gpus_per_node=4, memory_bytes=8 << 30, intra=link, inter=link
+    )
+    problem = make_problem(profile, load_workload(LAW), Bound(seconds=100.0), cluster=four, max_seqs=64)
+    # Of replicas that share the places alone, as at a rate.
+    pipelines = searched(replace(problem, arrivals=Arrivals(rate=1.0)), "orca")
+    (size, _), best = max(pipelines.found.items(), key=lambda pair: pipelines.count(pair[0][0]) * reached(pair[1]))
+    count = pipelines.count(size)
+    assert count > 1
+    rate = count * reached(best)
+    each, of_all = (re.escape(f"{value:.3g}") for value in (reached(best), rate))
+    message = (
+        rf"^orca\(.*\) sustains {each} requests/s, a replica with it gets {each} of {of_all} requests/s \(Poisson\): "
+    )
+    with pytest.raises(Infeasible, match=message):
+        optimize(replace(problem, arrivals=Arrivals(rate=rate)), policies=("orca",))
+
+
+@pytest.mark.parametrize(
+    ("margin", "seconds", "why"),
+    [
+        (1e6, 100.0, "keeps the bounds, but not with the margin of --risk, in its replays"),
+        (0.0, 1e-6, "breaks a bound in its replays"),
+    ],
+)
+def test_a_policy_that_is_given_up_for_its_margin_alone_is_said_to_keep_the_bounds(
+    margin: float, seconds: float, why: str, profile: Profile
+) -> None:
+    pipelines = searched(at_share_of_capacity(profile, 0.5, "orca"), "orca", risk=Risk(share=0.01))
+    ((key, found),) = pipelines.found.items()
+    assert found.schedule is not None
+    assert pipelines.margin is not None
+    run, replays = pipelines.replays.of(pipelines.parts[1], found.schedule, replicas=1)
+    pipelines.problem = pipelines.problem.held_to([Bound(seconds=seconds)])
+    pipelines.tries[key] = _RETRIES - 1
+    pipelines._disprove(key, Proof(run=run, replays=replays, margin=replace(pipelines.margin, values=(margin,))))
+    assert pipelines.found[key].refusal == f"orca {why}"

@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def full_throughput(self) -> float | None:
-        """Requests/s of all replicas with their batches full; None where nothing says it, as figures at a rate do not."""
+        """Of all replicas with their batches full, in requests/s; None where nothing says it, as figures at a rate."""
         capacities = [group.capacity for group in self.groups]
         if self.has_arrivals:
             known = [one * group.num_replicas for one, group in zip(capacities, self.groups, strict=True) if one]

@@ -50,7 +50,7 @@ _FIRST_SLACK = 0.001
 weights, 1 % of latency is worth 10 % of throughput."""
 _DOUBT = 0.05
 """How much better than its closed form a replay may be; nearly all are within half of it."""
-_SURE_GAIN = 0.01
+_SURE_GAIN = 0.001
 """What equal replicas with the places of idle GPUs serve more than the best division, at least and by the closed form:
 replays of other divisions are then left out."""
 _ADJUSTED_SEEDS = 3

@@ -154,12 +154,6 @@ class Recorded(Told):
         self.shares.append(share)
 
 
-def test_for_a_gain_that_no_replay_shows_replicas_need_not_be_equal() -> None:
-    four, five = (searched(on_a40s("qwen3-32b", gpus, bound=math.inf, max_seqs=96)) for gpus in (4, 5))
-    assert (four.best(), five.best()) == ({2: ("orca", 2)}, {3: ("orca", 1), 2: ("orca", 1)})
-    assert four.throughput(four.best()) == pytest.approx(1.005 * five.throughput(five.best()), rel=2e-3)
-
-
 @pytest.mark.parametrize(("max_seqs", "again"), [(8, True), (30_000, False)])
 def test_places_of_idle_gpus_are_tried_where_there_are_too_few(max_seqs: int, again: bool) -> None:
     """On one of two pipelines that fit three GPUs; of the work, the first search is told as two of three parts."""

@@ -147,6 +147,7 @@ def test_sigterm_waits_for_a_template_no_longer_than_for_any_other_request(launc
     with launch(directory=directory, replan="off") as server, ThreadPoolExecutor(1) as pool:
         family = descendants(server.process.pid)
         endless = pool.submit(chat, server, ENDLESS)
+        eventually(lambda: server.metric("num_requests_waiting") == 1)  # A reader may run before, while it starts.
         eventually(lambda: any(state(pid) == b"R" for pid in readers(server)))
         server.process.terminate()
         assert server.process.wait(PATIENCE) == 0

@@ -105,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.extras import SERVING, require
     from exeplan.outputs import check_output
     from exeplan.runner.load import server_root
-    from exeplan.simulator.timeline import check_timeline
 
     args.plan = Path(args.target) if args.target else None
     if args.target and args.target.startswith(("http://", "https://")):
@@ -123,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
     if args.engine_timeline and args.url:
         raise InputError("--engine-timeline goes with PLAN alone; the engine is the server's")
     if args.timeline:
+        from exeplan.simulator.timeline import check_timeline
+
         check_timeline(args.timeline)
     for path in filter(None, (args.timeline, args.engine_timeline)):
         check_output(path)

@@ -1,6 +1,6 @@
 """Replicas: the plan for a cluster against one pipeline, copies of smaller plans, and plans made by chance.
 
-    python -m benchmarks.planner.replicas [--cases 30] [--drawn 2000] [--seed 0]
+    python -m benchmarks.planner.replicas [--cases 30] [--drawn 2000] [--seed 0] [--workers N]
 
 First the cases of `NAMED`, then random problems: a model on 8 to 256 datasheet GPUs, lengths and a bound drawn by seed.
 Each is planned with and without replicas; then
@@ -11,15 +11,18 @@ Each is planned with and without replicas; then
   count, and the best of them is replayed.
 
 `beaten` is how much more throughput than the plan such a plan has, negative where the plan is better: the mean over
-replays of both with the same SEEDS seeds, and half the width of its interval at 95 %. Writes records/replicas.json
-after every case, with what there is.
+replays of both with the same SEEDS seeds, and half the width of its interval at 95 %. --workers problems are planned at
+once, each on one core. Writes records/replicas.json after every case, with what there is.
 """
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,13 +87,15 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=30)
     parser.add_argument("--drawn", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
     args = parser.parse_args()
     rows = []
-    for number, problem in enumerate([*map(_named, NAMED), *(_random(args.seed + n) for n in range(args.cases))]):
-        row = compare(problem, drawn=args.drawn, seed=number)
-        rows.append(row)
-        print(f"{number + 1}: " + ", ".join(f"{name} {_shown(value)}" for name, value in row.items()), flush=True)
-        record = write_record("replicas", {"rows": rows, "drawn": args.drawn})
+    run = partial(_case, cases_seed=args.seed, drawn=args.drawn)
+    with ProcessPoolExecutor(args.workers) as pool:
+        for number, row in enumerate(pool.map(run, range(len(NAMED) + args.cases)), start=1):
+            rows.append(row)
+            print(f"{number}: " + ", ".join(f"{name} {_shown(value)}" for name, value in row.items()), flush=True)
+            record = write_record("replicas", {"rows": rows, "drawn": args.drawn})
     columns = ("case", "one pipeline", "with replicas", "copies", "chance", "beaten", "noise")
     print(table(columns, [tuple(_shown(row[name]) for name in columns) for row in rows]))
     beaten = [row for row in rows if row["beaten"] is not None]
@@ -100,6 +105,12 @@ def main() -> None:
         f"{sure}; most {100 * max(row['beaten'] for row in beaten):.1f} %"
     )
     print(f"record: {record}")
+
+
+def _case(number: int, *, cases_seed: int, drawn: int) -> dict[str, Any]:
+    """The row of a case: one of `NAMED`, then those made by chance."""
+    problem = _named(NAMED[number]) if number < len(NAMED) else _random(cases_seed + number - len(NAMED))
+    return compare(problem, drawn=drawn, seed=number)
 
 
 def _shown(value: object) -> str:

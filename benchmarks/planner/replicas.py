@@ -7,19 +7,22 @@ Each is planned with and without replicas; then
 
 - copies: the best single pipeline of every part of the cluster, as often as it fits;
 - chance: --drawn plans with random parts, splits of the layers over random stages, policies and control variables of
-  any value, by a generator that shares no list with the search. Those that keep bound and memory by the closed form
-  count, and the best of them is replayed.
+  any value, by a generator that shares no list with the search (`_variables`): it has the policies' names, the sizes
+  of tensor parallelism that were timed, and the closed form in common with it, and knows no expert or data sharding
+  and no stage over two nodes. `made` of them keep bound and memory by the closed form, and the best one that keeps the
+  bound in a replay counts.
 
 `beaten` is how much more throughput than the plan such a plan has, negative where the plan is better: the mean over
-replays of both with the same SEEDS seeds, and half the width of its interval at 95 %. --workers problems are planned at
-once, each on one core. Writes records/replicas.json after every case, with what there is.
+replays of both with the same SEEDS seeds, and half the width of its interval at 95 %. A problem that is refused though
+one of them solves it is beaten by 100 %. `bound used` is what the replays of the plan take of the bound, the mean over
+the seeds, of the replicas that take most of it. --workers problems are planned at once, each on one core. Writes
+records/replicas.json after every case, with what there is.
 """
 
 import argparse
 import math
 import os
 import time
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,10 +79,11 @@ class Made:
     """Of these replicas, by the closed form or by one replay."""
     more: "Made | None" = None
 
-    def replayed(self, seed: int) -> float:
-        """Requests/s of all replicas."""
+    def replayed(self, seed: int) -> tuple[float, float]:
+        """Requests/s of all replicas, and the share of the bound that those take which take most of it."""
         _, found = replay_estimate(self.problem, self.schedule, seed=seed, record_passes=False)
-        return self.replicas * found.throughput + (self.more.replayed(seed) if self.more else 0.0)
+        throughput, used = self.more.replayed(seed) if self.more else (0.0, 0.0)
+        return self.replicas * found.throughput + throughput, max(used, *utilizations(self.problem.bounds, found))
 
 
 def main() -> None:
@@ -96,13 +100,15 @@ def main() -> None:
             rows.append(row)
             print(f"{number}: " + ", ".join(f"{name} {_shown(value)}" for name, value in row.items()), flush=True)
             record = write_record("replicas", {"rows": rows, "drawn": args.drawn})
-    columns = ("case", "one pipeline", "with replicas", "copies", "chance", "beaten", "noise")
+    columns = ("case", "one pipeline", "with replicas", "bound used", "copies", "chance", "made", "beaten", "noise")
     print(table(columns, [tuple(_shown(row[name]) for name in columns) for row in rows]))
     beaten = [row for row in rows if row["beaten"] is not None]
     sure = sum(row["beaten"] > 0.01 + row["noise"] for row in beaten)
     print(
         f"beaten by more than 1 % in {sum(row['beaten'] > 0.01 for row in beaten)} of {len(beaten)}, beyond noise in "
-        f"{sure}; most {100 * max(row['beaten'] for row in beaten):.1f} %"
+        f"{sure}; most {100 * max(row['beaten'] for row in beaten):.1f} %; refused though solved: "
+        f"{sum(row['plan'] is None for row in beaten)}; a plan's replays take at most "
+        f"{100 * max(row['bound used'] or 0.0 for row in rows):.1f} % of the bound"
     )
     print(f"record: {record}")
 
@@ -127,27 +133,46 @@ def compare(problem: Problem, *, drawn: int, seed: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     whole = _optimum(replace(problem, one_pipeline=True))
     ours = _made(problem, found) if found else None
-    others = [_copies(problem), _chance(problem, drawn=drawn, rng=np.random.default_rng(seed))]
-    replays = [one and [one.replayed(seed) for seed in range(1, SEEDS + 1)] for one in (ours, *others)]
+    chance, made = _chance(problem, drawn=drawn, rng=np.random.default_rng(seed))
+    others = [_replays(_copies(problem)), _replays(chance)]
+    replays = _replays(ours)
     beaten, noise = None, None
-    if replays[0]:
-        less = [behind(replays[0], other) for other in replays[1:] if other]
+    if replays:
+        less = [behind(replays.throughputs, other.throughputs) for other in others if other]
         beaten, noise = max(((-mean, interval) for mean, interval in less), default=(None, None))
-    copies, chance = (other and float(np.mean(other)) for other in replays[1:])
+    elif any(others):
+        beaten, noise = 1.0, 0.0
     bound = f"{problem.limit:g} s" if math.isfinite(problem.limit) else "no bound"
     return {
         "case": f"{problem.profile.model.name} on {problem.cluster.num_gpus} {problem.cluster.name}, "
         f"{problem.workload.name}, {bound}",
         "plan": " + ".join(f"{g.num_replicas} x {g.schedule}" for g in found.plan.groups) if found else None,
         "one pipeline": whole.plan.replay.throughput if whole and whole.plan.replay else None,
-        "with replicas": float(np.mean(replays[0])) if replays[0] else None,
-        "copies": copies,
-        "chance": chance,
+        "with replicas": replays and float(np.mean(replays.throughputs)),
+        "bound used": replays and float(np.mean(replays.used)),
+        "copies": others[0] and float(np.mean(others[0].throughputs)),
+        "chance": others[1] and float(np.mean(others[1].throughputs)),
+        "made": made,
         "beaten": beaten,
         "noise": noise,
         "gap": found.plan.search["gap"] if found else None,
         "seconds": seconds,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Replays:
+    """Of one plan, an entry a seed: requests/s, and the share of the bound taken."""
+
+    throughputs: list[float]
+    used: list[float]
+
+
+def _replays(made: Made | None) -> Replays | None:
+    if made is None:
+        return None
+    throughputs, used = zip(*(made.replayed(seed) for seed in range(1, SEEDS + 1)), strict=True)
+    return Replays(list(throughputs), list(used))
 
 
 def _made(problem: Problem, optimum: Optimum) -> Made | None:
@@ -191,14 +216,14 @@ def _times(cluster: Cluster, size: int) -> int:
     return in_nodes if size <= cluster.gpus_per_node else cluster.num_gpus // size
 
 
-def _chance(problem: Problem, *, drawn: int, rng: np.random.Generator) -> Made | None:
-    """The best plan made by chance that keeps the bound in its replay, too."""
+def _chance(problem: Problem, *, drawn: int, rng: np.random.Generator) -> tuple[Made | None, int]:
+    """The best plan made by chance that keeps the bound in its replay, too, of the ten best; and how many there are."""
     made = [found for _ in range(drawn) if (found := _drawn(problem, rng))]
-    for best in sorted(made, key=lambda one: -one.throughput)[:3]:
-        _, replayed = replay_estimate(best.problem, best.schedule, seed=0)
+    for best in sorted(made, key=lambda one: -one.throughput)[:10]:
+        _, replayed = replay_estimate(best.problem, best.schedule, seed=0, record_passes=False)
         if max(utilizations(problem.bounds, replayed)) <= 1:
-            return best
-    return None
+            return best, len(made)
+    return None, len(made)
 
 
 def _drawn(problem: Problem, rng: np.random.Generator) -> Made | None:
@@ -216,11 +241,7 @@ def _drawn(problem: Problem, rng: np.random.Generator) -> Made | None:
         if placement is None:
             return None
         placed = part.at(placement)
-        values = {**_enumerated(module.enumerated(len(placed.cost.decode_stages)), rng)}
-        values |= {
-            knob.name: _log_uniform(1, knob.values[-1], rng) for knob in module.knobs(problem.workload, placed.max_seqs)
-        }
-        schedule = module.schedule(values, problem.workload)
+        schedule = Schedule(policy, _variables(policy, placed, rng))
         module.check(schedule)
         outcome = placed.evaluate(schedule)
     except (Infeasible, InputError):
@@ -231,11 +252,35 @@ def _drawn(problem: Problem, rng: np.random.Generator) -> Made | None:
     return Made(copies, placed, schedule, copies * outcome.throughput)
 
 
-def _enumerated(listed: tuple[Mapping[str, int], ...], rng: np.random.Generator) -> dict[str, int]:
-    """A policy's other variables, with any value from half the smallest to twice the largest that it lists."""
-    names = listed[rng.integers(len(listed))]
-    ranges = {name: [values[name] for values in listed if name in values] for name in names}
-    return {name: _log_uniform(max(1, min(found) // 2), 2 * max(found), rng) for name, found in ranges.items()}
+def _variables(policy: str, problem: Problem, rng: np.random.Generator) -> dict[str, int]:
+    """Values of a policy's control variables: each any number that could matter, by what the variable means.
+
+    Residents: up to twice what the GPUs' memory would hold if there were no weights, in requests of mean lengths.
+    """
+    workload = problem.workload
+    gpus = sum(len(stage.devices) for stage in problem.cost.placement)
+    each = problem.profile.model.kv_bytes_per_token("bfloat16") * (workload.mean_input + workload.mean_output)
+    slots = max(1, int(2 * gpus * problem.memory / each))
+    stages = len(problem.cost.decode_stages)
+    values = {"micro_batches": _log_uniform(1, 4 * stages, rng)} if stages > 1 else {}
+    match policy:
+        case "orca":
+            return values | {"max_num_seqs": _log_uniform(1, slots, rng)}
+        case "chunked":
+            tokens = {"max_num_batched_tokens": _log_uniform(16, 16384, rng)}
+            return values | {"max_num_seqs": _log_uniform(1, slots, rng)} | tokens
+        case "static":
+            parts = {name: count * _log_uniform(1, 8, rng) for name, count in values.items()}
+            prefills = {"prefill_micro_batches": parts["micro_batches"]} if parts else {}
+            return values | {"batch_size": _log_uniform(1, slots, rng)} | prefills
+        case "rra":
+            steps = {"decode_steps": _log_uniform(1, max(1, workload.max_output - 1), rng)}
+            return values | {"prefill_batch": _log_uniform(1, slots, rng)} | steps
+        case "waa-c" | "waa-m":
+            batch = _log_uniform(1, max(1, int(slots / workload.mean_output)), rng)
+            decode = max(1, round(batch * workload.mean_output * rng.uniform(0.5, 1.5)))
+            return values | {"prefill_batch": batch, "decode_batch": decode}
+    raise ValueError(f"no variables are drawn for the policy '{policy}'")
 
 
 def _log_uniform(low: int, high: int, rng: np.random.Generator) -> int:

@@ -222,7 +222,7 @@ class ToolParser:
         self._state = self._content if self._dialect.begin else self._begin
         self._held = ""
         self._opening = self._dialect.begin
-        """What the head of this call came after, for the case that it is none."""
+        """What the head of this call came after, with the space before it, for the case that it is none."""
         self._arguments: Arguments = JsonArguments()
         self._early: list[str] = []
         """Arguments of a call whose name is to come, and what came before them."""
@@ -282,8 +282,9 @@ class ToolParser:
             before, found, after = before[:place], "", self._held[place:]
         elif not found:
             return self._text(parsed)
-        parsed.content += before.rstrip()
-        self._held, self._state, self._opening = after, self._in_head, found
+        said = before.rstrip()
+        parsed.content += said
+        self._held, self._state, self._opening = after, self._in_head, before[len(said) :] + found
         return True
 
     def _text(self, parsed: Parsed) -> bool:
@@ -314,17 +315,20 @@ class ToolParser:
             self._early, self._arguments = [opened[0]], JsonArguments()
             self._held, self._state = self._held[opened.end() :], self._in_early
             return True
-        if found or len(self._held) > MAX_HELD_CHARS or self._closes():
+        if found or len(self._held) > MAX_HELD_CHARS or self._has_mark():
             return self._no_call(parsed)
         return False
 
-    def _closes(self) -> bool:
-        return bool(self._dialect.end) and self._dialect.end in self._held
+    def _has_mark(self) -> bool:
+        """Whether the call ends, or another one begins, before its arguments."""
+        return any(mark and mark in self._held for mark in (self._dialect.begin, self._dialect.end))
 
     def _no_call(self, parsed: Parsed) -> bool:
-        parsed.content += self._opening + "".join(self._early) + self._held
-        self._held, self._early, self._state = "", [], self._content
-        return False
+        """What has been taken for the beginning of a call is text; a call may be in what follows."""
+        begin = self._dialect.bare if self._held.startswith(self._dialect.bare) else ""
+        parsed.content += self._opening + "".join(self._early) + begin
+        self._held, self._early, self._state = self._held.removeprefix(begin), [], self._content
+        return True
 
     def _in_early(self, parsed: Parsed) -> bool:
         """Arguments whose function is named after them; they are told when it is."""
@@ -342,7 +346,7 @@ class ToolParser:
             self._add(parsed, "".join(self._early[1:]))
             self._held, self._state, self._early = self._held[found.end() :], self._after, []
             return True
-        if found or len(self._held) > MAX_HELD_CHARS or self._closes():
+        if found or len(self._held) > MAX_HELD_CHARS or self._has_mark():
             return self._no_call(parsed)
         return False
 

@@ -105,6 +105,26 @@ READINGS: dict[str, tuple[str, str, Read]] = {
     "an unknown function": ("hermes", CALL.replace("weather", "x"), (CALL.replace("weather", "x"), [])),
     "no JSON": ("hermes", "<tool_call>what</tool_call> so", ("<tool_call>what</tool_call> so", [])),
     "a long head": ("hermes", "<tool_call>" + "x" * 600, ("<tool_call>" + "x" * 600, [])),
+    "a call after an unknown function": (
+        "hermes",
+        f"{CALL.replace('weather', 'x')}\n{CALL}",
+        (CALL.replace("weather", "x"), [("weather", ARGUMENTS)]),
+    ),
+    "a call after a mention": (
+        "hermes",
+        f"I write <tool_call> so: {CALL} and it",
+        ("I write <tool_call> so: and it", [("weather", ARGUMENTS)]),
+    ),
+    "a call after a mention far before": (
+        "hermes",
+        f"a <tool_call> {'x ' * 600}{CALL}",
+        (f"a <tool_call> {'x ' * 600}".rstrip(), [("weather", ARGUMENTS)]),
+    ),
+    "a call after arguments of an unknown function": (
+        "hermes",
+        f'<tool_call>{{"arguments": {{}}, "name": "x"}}</tool_call>{CALL}',
+        ('<tool_call>{"arguments": {}, "name": "x"}</tool_call>', [("weather", ARGUMENTS)]),
+    ),
     "llama": ("llama", '{"name": "clock", "parameters": {"a": {}}}', ("", [("clock", '{"a": {}}')])),
     "llama, typed": (
         "llama",
@@ -151,6 +171,11 @@ READINGS: dict[str, tuple[str, str, Read]] = {
         ("", [("weather", '{"city": "a"}'), ("clock", "{}"), ("clock", "{}")]),
     ),
     "an unknown name": ("mistral 11", "[TOOL_CALLS]x[ARGS]{}", ("[TOOL_CALLS]x[ARGS]{}", [])),
+    "a call after an unknown name": (
+        "mistral 11",
+        "[TOOL_CALLS]x[ARGS]{}[TOOL_CALLS]clock[ARGS]{}",
+        ("[TOOL_CALLS]x[ARGS]{}", [("clock", "{}")]),
+    ),
     "deepseek": (
         "deepseek",
         "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
@@ -208,6 +233,16 @@ READINGS: dict[str, tuple[str, str, Read]] = {
         "<tool_call><function=x></function></tool_call>",
         ("<tool_call><function=x></function></tool_call>", []),
     ),
+    "a call after an unknown function in tags": (
+        "qwen",
+        "<tool_call>\n<function=x>\n</function>\n</tool_call>\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+        ("<tool_call>\n<function=x>\n</function>\n</tool_call>", [("clock", "{}")]),
+    ),
+    "a call after an unknown function without the mark before it": (
+        "qwen",
+        "<function=x></function><function=clock></function>",
+        ("<function=x></function>", [("clock", "{}")]),
+    ),
     "harmony": (
         "harmony",
         "<|channel|>analysis<|message|>I think<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
@@ -242,6 +277,11 @@ READINGS: dict[str, tuple[str, str, Read]] = {
         "so\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>a</arg_value>\n<arg_key>days</arg_key>\n"
         "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>clock</tool_call>",
         ("so", [("weather", '{"city": "a", "days": 3}'), ("clock", "{}")]),
+    ),
+    "a call after an unknown function in keys": (
+        "glm",
+        "<tool_call>x</tool_call>\n<tool_call>clock</tool_call>",
+        ("<tool_call>x</tool_call>", [("clock", "{}")]),
     ),
 }
 

@@ -85,7 +85,7 @@ GLM45 = Tags(
 class TaggedArguments:
     """Pairs of a name and a value; `types` are the JSON types of an argument by its name, where they are declared.
 
-    A string is told as it comes, other values when they end.
+    A string is told as it comes, other values when they end. Of an argument that is given twice the first value counts.
     """
 
     def __init__(self, tags: Tags, types: Mapping[str, Sequence[str]]) -> None:
@@ -95,6 +95,8 @@ class TaggedArguments:
         """Of the argument whose value is being read."""
         self._at_begin = False
         """Of the value."""
+        self._repeats = False
+        """Whether the argument had a value before."""
 
     def push(self, text: str) -> tuple[str, str | None]:
         self._held += text
@@ -106,7 +108,7 @@ class TaggedArguments:
                     return told + piece, self._held
             else:
                 piece, going = self._value(self._name)
-            told += piece
+            told += "" if self._repeats else piece
             if not going:
                 return told, None
 
@@ -114,6 +116,7 @@ class TaggedArguments:
         """What is told, and whether there may be more to read; None at the end of the arguments."""
         if found := self._tags.key.match(self._held):
             self._name, self._held, self._at_begin = found[1].strip(), self._held[found.end() :], self._tags.on_lines
+            self._repeats = self._name in self._names
             head = f"{', ' if self._names else '{'}{json.dumps(self._name, ensure_ascii=False)}: "
             self._names.add(self._name)
             return head + ('"' if self._streams(self._name) else ""), True

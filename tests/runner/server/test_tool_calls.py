@@ -213,6 +213,12 @@ READINGS: dict[str, tuple[str, str, Read]] = {
         "<tool_call><function=clock><parameter=a>1</parameter><parameter=b>x y</parameter></function></tool_call>",
         ("", [("clock", '{"a": 1, "b": "x y"}')]),
     ),
+    "tags that repeat an argument": (
+        "qwen",
+        "<tool_call><function=weather><parameter=city>a</parameter><parameter=days>1</parameter><parameter=city>b"
+        "</parameter><parameter=days>2</parameter><parameter=at>c</parameter></function></tool_call>",
+        ("", [("weather", '{"city": "a", "days": 1, "at": "c"}')]),
+    ),
     "tags of another type than declared": (
         "qwen",
         "<tool_call><function=weather><parameter=days>soon</parameter><parameter=how>5</parameter></function></tool_call>",

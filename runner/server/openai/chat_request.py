@@ -1,5 +1,6 @@
 """What the endpoint for chat completions accepts: `/v1/chat/completions`, with messages, functions and their calls."""
 
+import contextlib
 import re
 from collections import Counter
 from typing import Annotated, Any, Literal
@@ -40,7 +41,7 @@ class TextPart(Lenient):
 class Called(Lenient):
     name: FunctionName
     arguments: str
-    """A JSON object."""
+    """A JSON object, but as the model wrote it."""
 
 
 class ToolCallMade(Lenient):
@@ -52,12 +53,10 @@ class ToolCallMade(Lenient):
     index: int | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As Hugging Face's templates see it, with the arguments as an object. Raises RequestError for other ones."""
-        try:
+        """As Hugging Face's templates see it: the arguments are an object, or the text of a model that wrote none."""
+        arguments: dict[str, Any] | str = self.function.arguments
+        with contextlib.suppress(RequestError):
             arguments = read_object(self.function.arguments.encode()) if self.function.arguments else {}
-        except RequestError as error:
-            message = str(error).replace("the body", f"arguments of a call of {self.function.name}", 1)
-            raise RequestError(message, param="messages") from None
         called = {"name": self.function.name, "arguments": arguments}
         return {"type": "function", "function": called} | ({"id": self.id} if self.id is not None else {})
 

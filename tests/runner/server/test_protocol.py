@@ -213,6 +213,25 @@ def test_parts_of_a_message_are_joined_and_developers_speak_for_the_system() -> 
 
 
 @pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("", {}),
+        ('{"a": [1]}', {"a": [1]}),
+        ('{"a": "cut', '{"a": "cut'),
+        ('{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
+        ('{"a": NaN}', '{"a": NaN}'),
+        ("[]", "[]"),
+    ],
+)
+def test_arguments_of_a_call_go_to_the_template_as_an_object_or_as_the_model_wrote_them(
+    arguments: str, shown: Any
+) -> None:
+    made = {**CALL, "function": {"name": "look", "arguments": arguments}}
+    request, _ = chat(messages=[*HELLO, {"role": "assistant", "tool_calls": [made]}])
+    assert request.messages[1].plain()["tool_calls"][0]["function"] == {"name": "look", "arguments": shown}
+
+
+@pytest.mark.parametrize(
     ("body", "words"),
     [
         (b'{"prompt": "a", "prompt": "b"}', "the body has the field 'prompt' twice"),

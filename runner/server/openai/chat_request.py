@@ -76,6 +76,8 @@ class Message(Lenient):
     audio: Annotated[Any, Only()] = None
     function_call: Annotated[Any, Only()] = None
     refusal: Annotated[Any, Only()] = None
+    reasoning_content: str | None = None
+    """Of an assistant's message; there `reasoning`, vLLM's newer name, is the same."""
 
     @model_validator(mode="before")
     @classmethod
@@ -84,12 +86,15 @@ class Message(Lenient):
         if not isinstance(given, dict) or given.get("role") != "assistant":
             return given
         known = {name: value for name, value in given.items() if name in cls.model_fields}
+        if known.get("reasoning_content") is None and isinstance(given.get("reasoning"), str):
+            known["reasoning_content"] = given["reasoning"]
         return known | ({"content": ""} if given.get("tool_calls") and given.get("content") is None else {})
 
     @model_validator(mode="after")
-    def _only_the_assistant_calls(self) -> "Message":
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("has tool_calls, which only a message of the role 'assistant' may have")
+    def _only_the_assistant_calls_and_reasons(self) -> "Message":
+        for name in ("tool_calls", "reasoning_content"):
+            if getattr(self, name) and self.role != "assistant":
+                raise ValueError(f"has {name}, which only a message of the role 'assistant' may have")
         return self
 
     @property
@@ -97,11 +102,16 @@ class Message(Lenient):
         return self.role == "tool" or bool(self.tool_calls)
 
     def plain(self) -> dict[str, Any]:
-        """As a chat template sees it: text parts joined by line breaks, `developer` under its older name."""
+        """As a chat template sees it: text parts joined by line breaks, `developer` under its older name, and reasoning
+        as `reasoning_content` (Qwen 3, GLM) and `thinking` (gpt-oss)."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls:
             found["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.reasoning_content:
+            found["reasoning_content"] = self.reasoning_content
+            if not (self.tool_calls and content):  # gpt-oss's template refuses a message with all three.
+                found["thinking"] = self.reasoning_content
         if self.role == "tool":
             given = {"tool_call_id": self.tool_call_id, "name": self.name}
             found |= {name: value for name, value in given.items() if value is not None}

@@ -134,6 +134,7 @@ def test_a_wrong_completion_is_named(fields: dict[str, Any], words: str) -> None
         ({"chat_template_kwargs": {str(n): 1 for n in range(65)}}, "chat_template_kwargs holds 65 entries, at most 64"),
         ({"messages": [{**HELLO[0], "tool_calls": [{}]}]}, "'messages.0.tool_calls.0.function' is missing"),
         ({"messages": [{**HELLO[0], "tool_calls": [CALL]}]}, "messages.0 has tool_calls, which only a message of the"),
+        ({"messages": [{**HELLO[0], "reasoning_content": "a"}]}, "messages.0 has reasoning_content, which only a"),
         ({"messages": [{**HELLO[0], "refusal": "no"}]}, 'messages.0.refusal="no" is not offered by this server'),
         ({"use_beam_search": True}, "use_beam_search=true is not offered by this server"),
         ({"skip_special_tokens": False}, "skip_special_tokens=false is not offered by this server"),
@@ -229,6 +230,28 @@ def test_arguments_of_a_call_go_to_the_template_as_an_object_or_as_the_model_wro
     made = {**CALL, "function": {"name": "look", "arguments": arguments}}
     request, _ = chat(messages=[*HELLO, {"role": "assistant", "tool_calls": [made]}])
     assert request.messages[1].plain()["tool_calls"][0]["function"] == {"name": "look", "arguments": shown}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize(
+    ("rest", "names"),
+    [
+        ({"content": "so"}, {"reasoning_content", "thinking"}),
+        ({"content": None, "tool_calls": [CALL]}, {"reasoning_content", "thinking"}),
+        ({"content": "so", "tool_calls": [CALL]}, {"reasoning_content"}),
+    ],
+    ids=str,
+)
+def test_reasoning_goes_back_to_the_template(name: str, rest: dict[str, Any], names: set[str]) -> None:
+    request, _ = chat(messages=[*HELLO, {"role": "assistant", name: "I think", **rest}])
+    plain = request.messages[1].plain()
+    assert {key for key, value in plain.items() if value == "I think"} == names
+
+
+@pytest.mark.parametrize("given", [None, "", ["a"]])
+def test_an_answer_without_reasoning_has_none(given: Any) -> None:
+    request, _ = chat(messages=[*HELLO, {"role": "assistant", "content": "so", "reasoning": given}])
+    assert request.messages[1].plain() == {"role": "assistant", "content": "so"}
 
 
 @pytest.mark.parametrize(

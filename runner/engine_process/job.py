@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from exeplan.errors import InputError
 from exeplan.runner.engine.requests import MAX_CRASHES
-from exeplan.runner.ipc.messages import Event, Prompt, Resumed, Submit
+from exeplan.runner.ipc.messages import Event, Prompt, Resumed, Sampling, Submit
 
 _FAULTS = {
     "error": "the model gave no usable numbers for this request; the server's log says more",
@@ -28,6 +28,9 @@ _EXPIRED = "the request had not begun by its deadline, so nothing of it was comp
 MAX_UNREAD = 16384
 """Tokens and log-probabilities that wait for one streaming client; the request of a slower reader is aborted. Those of
 prompts, of which a request has a limited number, are arrays: `_PROMPT_BYTES` of them count as one."""
+MAX_UNREAD_ITERATIONS = 4
+"""As much may wait where it is more: however fast a client reads, it gets a wide request's tokens an iteration at a
+time."""
 _PROMPT_BYTES = 256
 
 
@@ -71,6 +74,7 @@ class Job:
     """By request id, once submitted."""
     _num_unread: int = 0
     """Tokens and log-probabilities of the events that wait."""
+    _max_unread: int = MAX_UNREAD
     _waiter: asyncio.Future[None] | None = None
     """Of a call of `next_events` that waits."""
 
@@ -78,6 +82,8 @@ class Job:
         """What the engine gets; the sequences of the prompts are in the order of `request_ids`."""
         assert sum(prompt.n for prompt in prompts) == len(self.request_ids)
         self._sequences = {request_id: _Sequence() for request_id in self.request_ids}
+        an_iteration = sum(prompt.n * _num_unread_of_a_token(prompt.sampling) for prompt in prompts)
+        self._max_unread = max(MAX_UNREAD, MAX_UNREAD_ITERATIONS * an_iteration)
         self.submission = Submit(
             job=self.job_id,
             stream=stream,
@@ -162,7 +168,7 @@ class Job:
     def is_unread(self) -> bool:
         """Whether more waits for a streaming client than it may leave unread, and there is more to come."""
         streams = self.submission is not None and self.submission.stream
-        return streams and self._num_unread > MAX_UNREAD and bool(self.open)
+        return streams and self._num_unread > self._max_unread and bool(self.open)
 
     def refuse(self, message: str, *, internal: bool = False) -> None:
         """The engine runs none of it, for a reason that its client can correct, unless it is an `internal` one."""
@@ -201,6 +207,11 @@ class Job:
 def job_of(request_id: str) -> str:
     """The number of the job that a sequence belongs to."""
     return request_id.partition("-")[0]
+
+
+def _num_unread_of_a_token(sampling: Sampling) -> int:
+    """The token and its log-probabilities."""
+    return 1 if sampling.logprobs is None else 2 + sampling.logprobs
 
 
 def _seeded(prompt: Prompt) -> Prompt:

@@ -1,11 +1,13 @@
-"""A stream may leave the largest answer to its prompts unread, and little more."""
+"""A stream may leave the largest answer to its prompts unread, or a few tokens of each sequence, and little more."""
 
 import asyncio
 from dataclasses import asdict
 
+from msgspec.structs import replace
+
 from exeplan.runner.compute.tokens.sampling import SamplingParams
-from exeplan.runner.engine_process.job import MAX_UNREAD, Job
-from exeplan.runner.ipc.messages import Event, Prompt, PromptLogprobs, Sampling
+from exeplan.runner.engine_process.job import MAX_UNREAD, MAX_UNREAD_ITERATIONS, Job
+from exeplan.runner.ipc.messages import Event, Logprob, Prompt, PromptLogprobs, Sampling
 from exeplan.runner.server.openai.generation_request import MAX_PROMPT_LOGPROBS
 
 
@@ -42,3 +44,17 @@ def test_the_scores_of_prompts_count_by_their_bytes() -> None:
         assert not job.is_unread
 
     asyncio.run(run())
+
+
+def test_a_stream_of_many_sequences_may_leave_a_few_iterations_unread() -> None:
+    ids = tuple(f"0-{index}" for index in range(1000))
+    top = [(token, -1.0) for token in range(20)]
+    scored = [replace(event(1), request_id=one, logprobs=[Logprob(token_id=1, logprob=-1.0, top=top)]) for one in ids]
+    job = Job("0", ids, set(ids), set())
+    sampling = Sampling(**asdict(SamplingParams(logprobs=20)))
+    job.submit([Prompt(prompt_token_ids=[1], sampling=sampling, n=500)] * 2, stream=True)
+    for one in scored * MAX_UNREAD_ITERATIONS:
+        job.take(one)
+        assert not job.is_unread
+    job.take(scored[0])
+    assert job.is_unread

@@ -60,9 +60,11 @@ class ChatTemplate:
         self._reserved = {"messages", *self._variables, *environment.globals}
         try:
             self._template = environment.from_string(source)
-            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+            self.variables = meta.find_undeclared_variables(environment.parse(source))
+            """Those that it uses and does not always set itself."""
         except (TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
             raise InputError(f"the model's chat template is not valid: {error}") from None
+        self.takes_tools = "tools" in self.variables
         self.tool_format = tool_format(source) if self.takes_tools else None
         """Of the calls that it asks the model for; None where it is not known."""
         self.has_channels = self.tool_format == "harmony"

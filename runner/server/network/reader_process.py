@@ -163,7 +163,9 @@ class Reader:
     def _prompts(self, request: GenerationRequest, max_tokens: int) -> list[list[int]]:
         if isinstance(request, ChatRequest):
             tools = [tool for tool in request.tools if tool.function in request.told_functions]
-            return [self._conversation(request.messages, request.chat_template_kwargs, max_tokens, tools=tools)]
+            template = self._tokenizer.chat_template
+            variables = request.template_variables(template.variables if template else ())
+            return [self._conversation(request.messages, variables, max_tokens, tools=tools)]
         assert isinstance(request, CompletionRequest)
         return [
             prompt if isinstance(prompt, list) else self._text(prompt, max_tokens, special=True)

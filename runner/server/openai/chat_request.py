@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections import Counter
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -150,6 +151,8 @@ class ChatRequest(GenerationRequest):
     """OpenAI's newer name of max_tokens; where both are given they must be equal."""
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=MAX_TEMPLATE_VARIABLES)
     """Further variables of the model's chat template, such as `enable_thinking`; vLLM's name."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """Goes to the model's chat template, whose words they are; "none" also as `enable_thinking`: false."""
     tools: list[Tool] = Field([], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | ToolChosen = "auto"
     parallel_tool_calls: bool = True
@@ -174,6 +177,21 @@ class ChatRequest(GenerationRequest):
     @property
     def output_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def template_variables(self, used: Collection[str]) -> dict[str, Any]:
+        """Those for a chat template that uses `used`; what `chat_template_kwargs` states counts.
+
+        Raises RequestError for a reasoning_effort that the template has no place for.
+        """
+        effort, found = self.reasoning_effort, dict[str, Any]()
+        if effort is not None and "reasoning_effort" in used:
+            found["reasoning_effort"] = effort
+        if effort == "none" and "enable_thinking" in used:
+            found["enable_thinking"] = False
+        if effort not in (None, "none") and not found:
+            message = f"reasoning_effort='{effort}' has no place in this model's chat template; leave it out"
+            raise RequestError(message, param="reasoning_effort")
+        return found | self.chat_template_kwargs
 
     def check_together(self) -> None:
         super().check_together()

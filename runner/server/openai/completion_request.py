@@ -24,6 +24,7 @@ class CompletionRequest(GenerationRequest):
     """By default 16, or fewer where fewer fit; 0 only with echo: the answer is the prompt."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     parallel_tool_calls: Annotated[Any, Only(True, False)] = None
+    reasoning_effort: Annotated[Any, Only("none")] = None
     tool_choice: Annotated[Any, Only("none", "auto")] = None
     tools: Annotated[Any, Only([])] = None
 

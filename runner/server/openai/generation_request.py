@@ -67,7 +67,6 @@ class NotOffered(Strict):
     modalities: Annotated[Any, Only(["text"])] = None
     prediction: Annotated[Any, Only()] = None
     priority: Annotated[Any, Only(0)] = None
-    reasoning_effort: Annotated[Any, Only("none")] = None
     service_tier: Annotated[Any, Only("auto", "default")] = None
     skip_special_tokens: Annotated[Any, Only(True)] = None
     spaces_between_special_tokens: Annotated[Any, Only(True, False)] = None

@@ -238,3 +238,14 @@ def test_a_template_gets_the_clients_variables(client):
     assert tokens(enable_thinking=False) > tokens(enable_thinking=True) == tokens()
     with pytest.raises(openai.BadRequestError, match="chat_template_kwargs must not set 'messages'"):
         tokens(messages=[])
+
+
+def test_no_reasoning_effort_turns_thinking_off(client):
+    def tokens(**fields):
+        answer = client.chat.completions.create(model="tiny", messages=USER, max_tokens=1, **fields)
+        return answer.usage.prompt_tokens
+
+    off = tokens(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert tokens(reasoning_effort="none") == off > tokens()
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort='high' has no place"):
+        tokens(reasoning_effort="high")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from exeplan.runner.engine.chat_template import ChatTemplate
 from exeplan.runner.server.openai.chat_request import ChatRequest
 from exeplan.runner.server.openai.completion_request import CompletionRequest
 from exeplan.runner.server.openai.errors import RequestError
@@ -97,6 +98,7 @@ def test_a_prompt_is_always_a_batch(given: Any, prompts: list[Any]) -> None:
         ({"best_of": 2}, "best_of=2 is not offered by this server; leave it out"),
         ({"best_of": True}, "best_of=true is not offered by this server; leave it out"),
         ({"store": 0}, "store=0 is not offered by this server; leave it out"),
+        ({"reasoning_effort": "low"}, 'reasoning_effort="low" is not offered by this server; leave it out'),
         ({"user": 5}, "user must be a string"),
         ({"metadata": "x"}, "metadata must be an object"),
         ({"stream_options": {"include_usage": True}}, "stream_options is taken only with stream=true"),
@@ -252,6 +254,40 @@ def test_reasoning_goes_back_to_the_template(name: str, rest: dict[str, Any], na
 def test_an_answer_without_reasoning_has_none(given: Any) -> None:
     request, _ = chat(messages=[*HELLO, {"role": "assistant", "content": "so", "reasoning": given}])
     assert request.messages[1].plain() == {"role": "assistant", "content": "so"}
+
+
+GPT_OSS = ChatTemplate(
+    "{% macro system() %}{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
+    "Reasoning: {{ reasoning_effort }}{% endmacro %}{{ system() }}"
+)
+QWEN = ChatTemplate("{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}")
+PLAIN = ChatTemplate("{{ messages[0].content }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "prompt"),
+    [
+        (GPT_OSS, {}, "Reasoning: medium"),
+        (GPT_OSS, {"reasoning_effort": "high"}, "Reasoning: high"),
+        (GPT_OSS, {"reasoning_effort": "none"}, "Reasoning: none"),
+        (GPT_OSS, {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}, "Reasoning: low"),
+        (QWEN, {}, ""),
+        (QWEN, {"reasoning_effort": "none"}, "<think></think>"),
+        (PLAIN, {"reasoning_effort": "none"}, "hello"),
+    ],
+    ids=range(7),
+)
+def test_reasoning_effort_goes_to_a_template_with_a_place_for_it(
+    template: ChatTemplate, fields: dict[str, Any], prompt: str
+) -> None:
+    variables = chat(**fields)[0].template_variables(template.variables)
+    assert template.render(HELLO, variables) == prompt
+
+
+@pytest.mark.parametrize("template", [QWEN, PLAIN], ids=["qwen", "plain"])
+def test_reasoning_effort_that_changes_nothing_is_refused(template: ChatTemplate) -> None:
+    with pytest.raises(RequestError, match="reasoning_effort='high' has no place in this model's chat template"):
+        chat(reasoning_effort="high")[0].template_variables(template.variables)
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,8 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | ToolChosen = "auto"
     parallel_tool_calls: bool = True
     """False: an answer has at most one call."""
+    add_special_tokens: Annotated[Any, Only(False)] = None
+    echo: Annotated[Any, Only(False)] = None
 
     @property
     def told_functions(self) -> list[Function]:

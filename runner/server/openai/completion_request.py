@@ -23,6 +23,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=0, le=INT_LIMITS["max_tokens"][1])
     """By default 16, or fewer where fewer fit; 0 only with echo: the answer is the prompt."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_special_tokens: Annotated[Any, Only(True)] = None
     parallel_tool_calls: Annotated[Any, Only(True, False)] = None
     reasoning_effort: Annotated[Any, Only("none")] = None
     tool_choice: Annotated[Any, Only("none", "auto")] = None

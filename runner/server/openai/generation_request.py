@@ -62,6 +62,7 @@ class NotOffered(Strict):
     guided_decoding_backend: Annotated[Any, Only("auto")] = None
     guided_grammar: Annotated[Any, Only()] = None
     guided_whitespace_pattern: Annotated[Any, Only()] = None
+    include_reasoning: Annotated[Any, Only(True)] = None
     include_stop_str_in_output: Annotated[Any, Only(False)] = None
     length_penalty: Annotated[Any, Only(1.0, 1)] = None
     modalities: Annotated[Any, Only(["text"])] = None
@@ -84,6 +85,7 @@ class Labels(Strict):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    request_id: str | None = None
     metadata: dict[str, Any] | None = None
 
 

@@ -60,6 +60,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
         "guided_json": None,
         "truncate_prompt_tokens": None,
     },
+    "defaults of vLLM": {"prompt": "a", "add_special_tokens": True, "echo": False, "request_id": "a"},
 }
 CHATS: dict[str, dict[str, Any]] = {
     "openai": {"messages": [HELLO], "store": False, "user": "u", "metadata": {"a": "b"}, "service_tier": "auto"},
@@ -104,6 +105,13 @@ CHATS: dict[str, dict[str, Any]] = {
     "lm-eval": {"messages": [HELLO], "max_tokens": 256, "temperature": 0, "stop": ["a"], "seed": 1234},
     "both names of the limit": {"messages": [HELLO], "max_tokens": 8, "max_completion_tokens": 8},
     "Qwen3": {"messages": [HELLO], "chat_template_kwargs": {"enable_thinking": False}},
+    "defaults of vLLM": {
+        "messages": [HELLO],
+        "add_special_tokens": False,
+        "echo": False,
+        "include_reasoning": True,
+        "request_id": "a",
+    },
     "Open WebUI": {"messages": [HELLO], "stream": True, "stream_options": None, "tools": [], "tool_choice": "none"},
 }
 

@@ -7,7 +7,7 @@
         max_requests: 200         # At one time, waiting, running and being read.
         max_waiting: 100          # Sequences in the queue.
         requests_per_minute: 600
-        tokens_per_minute: 100000 # Prompts and outputs together.
+        tokens_per_minute: 100000 # Prompts, once for each of their n, and outputs together.
         admin: true               # It may change the plan.
 
 The file may be readable by its owner alone. Keys are kept as digests, which have one length, so that the time of a

@@ -289,7 +289,7 @@ class Clients:
             self._forget(account)
 
     def count(self, events: Iterable[Event]) -> None:
-        """Tokens that clients were served."""
+        """Tokens that were computed for clients, those of a prompt once for each of its answers."""
         for event in events:
             if account := self._by_job.get(event.request_id.partition("-")[0]):
                 prompt, output = event.num_prompt_tokens if event.first else 0, len(event.token_ids)

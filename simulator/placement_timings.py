@@ -74,7 +74,8 @@ class PlacementTimings:
         """KV caches among which the requests that decode are divided."""
         sizes = {stage.sharding for stage in self.placement}
         self.shards = {size: self.timings.shard(size, multi_device) for size in sizes}
-        self.overhead, self.prefill_overhead = self.timings.overhead, self.timings.prefill_overhead
+        widest = max(stage.tensor_parallel_size for stage in self.placement)
+        self.overhead, self.prefill_overhead = (self.timings.overhead(phase, widest) for phase in ("decode", "prefill"))
         self.control = self.timings.control if multi_device else None
         one_object: dict[StageKind, StageKind] = {}
         kinds = (self._kind(i) for i in range(len(self.placement)))

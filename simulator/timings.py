@@ -79,13 +79,11 @@ class Timings:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.rows = _times(corrected_rows(profile), profile.calibration)
-        every = profile.pass_seconds * profile.calibration
-        overheads = [replace(m, seconds=m.seconds + every) for m in self.rows if m.op == "overhead"]
-        self.overhead = curve_of([m for m in overheads if m.phase != "prefill"], "num_seqs")
-        self.prefill_overhead = curve_of([m for m in overheads if m.phase != "decode"], "num_seqs")
         controls = [m for m in self.rows if m.op == "control"]
         self.control = curve_of(controls, "num_seqs") if controls else None
         """Of iterations run by worker processes; None where the profile has no such rows."""
+        self.overhead = cache(self._overhead)
+        """By phase and tensor parallel size: of that size, else of the next smaller one, else of the smallest."""
         self.shard = cache(self._shard)
         """By sharding, and whether the other devices of a host compute at the same time."""
         self.all_reduce = cache(self._all_reduce)
@@ -100,6 +98,14 @@ class Timings:
             return self
         prefills = profile.prefill_calibration * profile.calibration / factor
         return Timings(replace(profile, calibration=factor, prefill_calibration=prefills, kept_rows_calibration=None))
+
+    def _overhead(self, phase: str, size: int) -> Curve:
+        every = self.profile.pass_seconds * self.profile.calibration
+        rows = _either(self.rows, "overhead", phase)
+        sizes = {m.tensor_parallel_size for m in rows}
+        nearest = max((timed for timed in sizes if timed <= size), default=min(sizes, default=size))
+        of_size = (m for m in rows if m.tensor_parallel_size == nearest)
+        return curve_of((replace(m, seconds=m.seconds + every) for m in of_size), "num_seqs")
 
     def _shard(self, sharding: Sharding, multi_device: bool = False) -> Shard:
         slower = self.slowdown(sharding.num_devices) if multi_device else 1.0

@@ -28,9 +28,9 @@ iteration each.
 
 The last three are of layouts with attention data parallelism (`Sharding`). `rest` rows of an expert_parallel_size above
 1 have all tokens on every device, as without it, and whole experts on each. Rows hold at one tensor_parallel_size:
-`attention`, `rest`, `dense`, `embed` and `head` are one device's shard then, without communication. An encoder-decoder
-model's `attention decode` is a decoder layer's own and cross attention together, over all tokens in both of its caches.
-Times are medians in seconds.
+`attention`, `rest`, `dense`, `embed` and `head` are one device's shard then, without communication; `overhead` holds at
+larger ones too, up to the next that has rows. An encoder-decoder model's `attention decode` is a decoder layer's own
+and cross attention together, over all tokens in both of its caches. Times are medians in seconds.
 
 Not here: interpolation (`simulator/cost.py`) and measuring (`profiler/`).
 """

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.profile import Measurement, Profile
-from exeplan.core.schedule import Schedule, Sharding
+from exeplan.core.schedule import Schedule, Sharding, Stage
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Cycle
 from exeplan.simulator.closed_form import steady_state
@@ -57,6 +57,24 @@ def test_measured_points_come_back(profile: Profile, cost: CostModel) -> None:
         else:
             curve = cost.shards[Sharding()].rest["decode"] if m.op == "rest" else getattr(cost.shards[Sharding()], m.op)
             assert curve(float(m.num_tokens or m.num_seqs)) == pytest.approx(m.seconds)
+
+
+def test_the_host_takes_what_it_took_at_the_placement_s_degree_or_the_next_smaller(profile: Profile) -> None:
+    """Rows of every degree, of which the host's take as many times as long as there are devices at 1, 2 and 4."""
+    rows = [
+        replace(m, tensor_parallel_size=size, seconds=size * m.seconds if m.op == "overhead" else m.seconds)
+        for m in profile.measurements
+        for size in (1, 2, 3, 4, 8)
+        if m.op != "overhead" or size in (1, 2, 4)
+    ]
+    sums = [
+        Measurement(op="all_reduce", phase="intra", tensor_parallel_size=n, bytes=1, seconds=1e-6) for n in (2, 3, 4, 8)
+    ]
+    for size, factor in ((1, 1), (2, 2), (3, 2), (4, 4), (8, 4)):
+        stage = Stage(devices=tuple(range(size)), layers=(0, profile.model.num_layers))
+        cost = CostModel(replace(profile, measurements=(*rows, *sums)), (stage,))
+        assert cost.overhead.at(16) == pytest.approx(factor * 180e-6)
+        assert cost.prefill_overhead.at(16) == pytest.approx(factor * 248e-6)
 
 
 def test_batches_that_keep_their_rows_decode_by_their_own_ratio_and_prefill_by_the_common_one(profile: Profile) -> None:

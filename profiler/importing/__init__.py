@@ -24,7 +24,7 @@ from exeplan.files import shipped_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
 from exeplan.profiler.datasheets.roofline import Datasheet
 from exeplan.profiler.importing import aiconfigurator, vidur, vidur_attention
-from exeplan.profiler.importing.attention import attention_rows
+from exeplan.profiler.importing.attention import attention_rows, within_windows
 from exeplan.profiler.importing.csv import read_csv
 from exeplan.profiler.importing.experts import expert_times
 from exeplan.profiler.importing.imported_rows import ImportedRows, rounded
@@ -162,6 +162,7 @@ def _combined(
         attention = aiconfigurator.latent_part(
             _of(tables, "latent"), _of(tables, "latent_module"), spec, degrees, dtype
         )
+    attention = within_windows(without_spikes(attention), spec)
     part = _first([own, *map(without_spikes, (hosts, layer, attention, links))])
     part += _copied(part.rows, degrees)
     if not any(row.op == "send" for row in part.rows):

@@ -8,14 +8,15 @@
                   decode   a + b*K*n + c*K*n*context         n sequences, K = key/value heads x dimension
                   prefill  a + b*Q*x + c*Q*x^2 + d*Q*x*cached   x new tokens of one prompt, Q = query heads x dimension
 
-A scaled or fitted row has `repeats` 0: derived, not measured. Prefills on top of cached tokens have no row of their own
-and serve the fit only.
+A scaled or fitted row has `repeats` 0: derived, not measured. So has one beyond a sliding window: the tables time
+attention to all tokens, and rows are the mean layer's. Prefills on top of cached tokens have no row of their own and
+serve the fit only.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from exeplan.arrays import Floats
 from exeplan.core.models.model import ModelSpec
 from exeplan.core.profile import Measurement
 from exeplan.profiler.importing.imported_rows import ImportedRows, rounded, thinned
+from exeplan.simulator.curves import Surface, surface_of
 
 _AXES = ("num_seqs", "tokens", "cached", "seconds")
 Shape = tuple[int, int, int]
@@ -62,6 +64,48 @@ def attention_rows(tables: Iterable[Kernels], spec: ModelSpec, degrees: Sequence
         if of_phase:
             part += _phase_rows(_joined(phase, of_phase), spec, degrees)
     return part
+
+
+def within_windows(part: ImportedRows, spec: ModelSpec) -> ImportedRows:
+    """Rows of the mean layer of a model with sliding windows from those of attention to all tokens, and a sentence."""
+    windows = [(window, count) for window, count in spec.windows.items() if window is not None]
+    if not windows or not part.rows:
+        return part
+    num_layers = sum(count for _, count in windows)
+    spans = " or ".join(str(window) for window, _ in sorted(windows))
+    note = (
+        f"attention: {num_layers} of {spec.num_layers} layers attend to the last {spans} tokens; theirs is taken from "
+        "the tables' attention to all tokens, over as many"
+    )
+    by_axis: dict[tuple[str, int], list[Measurement]] = defaultdict(list)
+    for row in part.rows:
+        by_axis[row.phase, row.tensor_parallel_size].append(row)
+    rows = tuple(row for own in by_axis.values() for row in _within_windows(own, spec))
+    return ImportedRows(rows, (*part.notes, note))
+
+
+def _within_windows(rows: Sequence[Measurement], spec: ModelSpec) -> Iterator[Measurement]:
+    """Of one phase and degree."""
+    axis, windows = "num_tokens" if rows[0].phase == "prefill" else "context_tokens", spec.windows
+    whole = surface_of(rows, axis)
+    for row in rows:
+        tokens = getattr(row, axis) / row.num_seqs
+        saved = sum(
+            count * (row.seconds - _windowed_seconds(row, tokens, window, whole))
+            for window, count in windows.items()
+            if window is not None and window < tokens
+        )
+        yield replace(row, seconds=rounded(row.seconds - saved / spec.num_layers), repeats=0) if saved else row
+
+
+def _windowed_seconds(row: Measurement, tokens: float, window: int, whole: Surface) -> float:
+    """A new token attends to those of its window. Prompts take what shorter ones do that have as many tokens and pairs
+    of them together; never more than without the window."""
+    num_seqs, length = float(row.num_seqs), float(window)
+    if row.phase == "prefill":
+        length = window * (2 - window / tokens)
+        num_seqs *= tokens / length
+    return min(row.seconds, float(whole(num_seqs, length)))
 
 
 def shard_shape(spec: ModelSpec, degree: int) -> Shape:

@@ -13,7 +13,7 @@ degree.
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,6 +22,8 @@ from exeplan.core.models.layer_costs import (
     layer_parameters,
     layer_parameters_read,
     layer_parameters_used,
+    pairs_attended,
+    tokens_attended,
 )
 from exeplan.core.models.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import Device, Measurement
@@ -111,10 +113,11 @@ def _name(row: Measurement) -> str:
 
 
 def _rates(rows: Iterable[Measurement], spec: ModelSpec, dtype: str, device: Device) -> Iterator[Finding]:
+    windows = spec.windows
     for row in rows:
         for amount, peak, unit, what in (
-            (_operations(row, spec), device.flops_per_second, "FLOP/s", "peak"),
-            (_moved(row, spec, dtype), device.copy_bytes_per_second, "B/s", "memory bandwidth"),
+            (_operations(row, spec, windows), device.flops_per_second, "FLOP/s", "peak"),
+            (_moved(row, spec, dtype, windows), device.copy_bytes_per_second, "B/s", "memory bandwidth"),
         ):
             ratio = amount / row.seconds / peak
             if ratio > _RATE_TOLERANCE:
@@ -122,7 +125,7 @@ def _rates(rows: Iterable[Measurement], spec: ModelSpec, dtype: str, device: Dev
                 yield Finding("rates", ratio, f"{_name(row)}: {rate} is beyond the device's {what} of {peak / 1e9:.4g}")
 
 
-def _operations(row: Measurement, spec: ModelSpec) -> float:
+def _operations(row: Measurement, spec: ModelSpec, windows: Mapping[int | None, int]) -> float:
     """Operations that the row must execute on one device."""
     if row.op == "rest":
         used = layer_parameters_used(spec) if spec.experts else _layer_parameters(row, spec)
@@ -130,14 +133,18 @@ def _operations(row: Measurement, spec: ModelSpec) -> float:
     elif row.op == "head":
         total = 2.0 * row.num_seqs * spec.vocab_size * spec.hidden_size
     elif row.op == "attention":
-        pairs = row.num_tokens**2 / (2 * row.num_seqs) if row.phase == "prefill" else row.context_tokens
-        total = 4.0 * spec.num_heads * spec.head_dim * pairs
+        each = (
+            pairs_attended(windows, row.num_tokens / row.num_seqs)
+            if row.phase == "prefill"
+            else tokens_attended(windows, row.context_tokens / row.num_seqs)
+        )
+        total = 4.0 * spec.num_heads * spec.head_dim * row.num_seqs * each
     else:
         return 0.0
     return total / row.tensor_parallel_size
 
 
-def _moved(row: Measurement, spec: ModelSpec, dtype: str) -> float:
+def _moved(row: Measurement, spec: ModelSpec, dtype: str, windows: Mapping[int | None, int]) -> float:
     """Bytes that one device must read; nothing is sent faster than memory is read."""
     size = DTYPE_BYTES[dtype]
     if row.op in ("all_reduce", "send"):
@@ -151,7 +158,8 @@ def _moved(row: Measurement, spec: ModelSpec, dtype: str) -> float:
     if row.op == "attention" and row.phase == "decode":
         # Fewer key/value heads than devices are copied, so no device has less than one head's share.
         share = max(1 / row.tensor_parallel_size, 1 / spec.num_kv_shares)
-        return row.context_tokens * layer_kv_bytes_per_token(spec, dtype) * share
+        read = row.num_seqs * tokens_attended(windows, row.context_tokens / row.num_seqs)
+        return read * layer_kv_bytes_per_token(spec, dtype) * share
     return 0.0
 
 

@@ -5,7 +5,26 @@ parallel group shares them evenly, but for normalisation weights and biases, whi
 layer has 13 hidden sizes of them and 12 squares of it, 0.02 %.
 """
 
+from collections.abc import Mapping
+
 from exeplan.core.models.model import DTYPE_BYTES, ModelSpec
+
+
+def tokens_attended(windows: Mapping[int | None, int], context: float) -> float:
+    """Tokens in the cache that a new one attends to, the mean of the decoder layers (`ModelSpec.windows`)."""
+    reached = sum(count * _reach(window, context) for window, count in windows.items())
+    return reached / sum(windows.values())
+
+
+def pairs_attended(windows: Mapping[int | None, int], num_tokens: float) -> float:
+    """Pairs of tokens in a prompt, of which the later attends to the earlier one, the mean of the decoder layers."""
+    reaches = ((count, _reach(window, num_tokens)) for window, count in windows.items())
+    pairs = sum(count * reach * (num_tokens - reach / 2) for count, reach in reaches)
+    return pairs / sum(windows.values())
+
+
+def _reach(window: int | None, num_tokens: float) -> float:
+    return num_tokens if window is None else min(num_tokens, window)
 
 
 def attention_parameters(spec: ModelSpec) -> int:

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from exeplan.core.models.model import ModelSpec, model_spec
-from exeplan.profiler.importing.attention import Kernels, attention_rows, shard_shape
+from exeplan.profiler.importing.attention import Kernels, attention_rows, shard_shape, within_windows
 
 LAUNCH, A_BYTE = 10e-6, 1e-12
 LENGTHS = tuple(2**i for i in range(4, 12))
 
 
-def model(*, heads: int, kv_heads: int, context: int = 2048) -> ModelSpec:
+def model(*, heads: int, kv_heads: int, context: int = 2048, **more: object) -> ModelSpec:
     config = {
         "model_type": "llama",
         "hidden_size": 128 * heads,
@@ -19,6 +19,7 @@ def model(*, heads: int, kv_heads: int, context: int = 2048) -> ModelSpec:
         "num_key_value_heads": kv_heads,
         "vocab_size": 1000,
         "max_position_embeddings": context,
+        **more,
     }
     return model_spec(config, name="toy")
 
@@ -95,3 +96,43 @@ def test_prefills_on_cached_tokens_serve_the_fit_only() -> None:
     longest = max(part.rows, key=lambda row: row.num_tokens)
     assert (longest.num_seqs, longest.num_tokens) == (1, 2000)
     assert longest.seconds == pytest.approx(seconds[-1], rel=1e-3)
+
+
+def test_decode_beyond_a_window_takes_what_it_takes_over_the_window() -> None:
+    """One of two layers has a window: rows are the mean of both."""
+    kinds = ["sliding_attention", "full_attention"]
+    spec = model(heads=8, kv_heads=2, sliding_window=200, layer_types=kinds)
+    whole = attention_rows([decode((8, 2))], spec, (1,))
+    part = within_windows(whole, spec)
+    assert part.notes == (
+        "attention: 1 of 2 layers attend to the last 200 tokens; theirs is taken from the tables' attention to all "
+        "tokens, over as many",
+    )
+    assert len(part.rows) == len(whole.rows)
+    for row in part.rows:
+        context = row.context_tokens // row.num_seqs
+        seconds = [decode_seconds(2, row.num_seqs, tokens) for tokens in (min(context, 200), context)]
+        assert row.seconds == pytest.approx(sum(seconds) / 2, rel=1e-5)
+        assert row.repeats == (context <= 200)
+
+
+def test_a_prompt_beyond_a_window_takes_what_shorter_ones_of_as_many_tokens_and_pairs_take() -> None:
+    """1024 tokens that attend to 512 each at most are 393,216 pairs, as those of 1024 / 768 prompts of 768 tokens."""
+    points = [(n, x) for n in (1, 2) for x in (64, 128, 256, 512, 768, 1024)]
+    num_seqs, tokens = (np.array([point[i] for point in points], dtype=float) for i in (0, 1))
+    seconds = num_seqs * (40e-9 * tokens + 1e-9 * tokens**2)
+    shapes = np.array([(8, 2, 128)] * len(points))
+    kernels = Kernels("prefill", shapes, num_seqs, tokens, np.zeros(len(points)), seconds, notes=())
+    spec = model(heads=8, kv_heads=2, model_type="mistral", sliding_window=512)
+    part = within_windows(attention_rows([kernels], spec, (1,)), spec)
+    found = {(row.num_seqs, row.num_tokens // row.num_seqs): row.seconds for row in part.rows}
+    for n in (1, 2):
+        windowed = n * (40e-9 * 1024 + 2e-9 * (512 * 1024 - 512**2 / 2))
+        assert found[n, 1024] == pytest.approx(windowed, rel=1e-5)
+        assert found[n, 512] == pytest.approx(n * (40e-9 * 512 + 1e-9 * 512**2), rel=1e-5)
+
+
+def test_attention_without_windows_stays_as_it_is() -> None:
+    spec = model(heads=8, kv_heads=2)
+    whole = attention_rows([decode((8, 2))], spec, (1,))
+    assert within_windows(whole, spec) is whole

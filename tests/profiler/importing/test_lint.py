@@ -59,6 +59,13 @@ def test_keys_and_values_read_faster_than_memory(spec: ModelSpec) -> None:
     ]
 
 
+def test_keys_and_values_outside_of_a_window_are_not_read(spec: ModelSpec) -> None:
+    config = {**spec.config, "sliding_window": 500, "layer_types": ["sliding_attention"] * 4}
+    rows = [Measurement(op="attention", phase="decode", num_seqs=8, context_tokens=16000, seconds=1e-4)]
+    rows += [Measurement(op="attention", phase="prefill", num_seqs=1, num_tokens=2000, seconds=2e-3)]
+    assert sentences(model_spec(config, name="toy"), *rows) == []
+
+
 def test_a_link_faster_than_memory(spec: ModelSpec) -> None:
     row = Measurement(op="send", phase="intra", bytes=10**9, seconds=1e-3)
     assert sentences(spec, row) == [

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from exeplan.core.models.model import ModelSpec
+from exeplan.core.models.model import ModelSpec, model_spec
 from exeplan.core.profile import Measurement, Profile
 from exeplan.errors import InputError
 from exeplan.profiler.datasheets.datasheet import load_datasheet
@@ -157,6 +157,18 @@ def test_attention_is_its_kernel_and_the_store_of_keys_and_values(tmp_path: Path
     assert decode.seconds == pytest.approx((0.01 + 8 * 1024 * 1e-5 + 0.002) * 1e-3)
     prefill = row(profile, "attention", phase="prefill", num_tokens=512, tensor_parallel_size=1)
     assert (prefill.num_seqs, prefill.seconds, prefill.repeats) == (1, pytest.approx(0.1044e-3), 1)
+
+
+def test_attention_is_within_the_model_s_windows(tmp_path: Path, spec: ModelSpec) -> None:
+    config = {**spec.config, "model_type": "mistral", "sliding_window": 1024}
+    windowed = model_spec(config, name="toy")
+    profile, said = import_profile([layer(tmp_path), attention(tmp_path)], spec=windowed, device="a40-48gb")
+    for context in (1024, 2048):
+        decode = row(
+            profile, "attention", phase="decode", num_seqs=8, context_tokens=8 * context, tensor_parallel_size=1
+        )
+        assert decode.seconds == pytest.approx((0.01 + 8 * 1024 * 1e-5 + 0.002) * 1e-3)
+    assert any(line.startswith("attention: 2 of 2 layers attend to the last 1024 tokens; ") for line in said)
 
 
 def test_links_are_inside_a_node_or_between_nodes(tmp_path: Path, spec: ModelSpec) -> None:

@@ -44,6 +44,7 @@ _COMPUTE = (
     ("overhead", "decode"),
 )
 """What every profile needs; an encoder-decoder model's `rest` has both phases."""
+_BOTH = ("prefill", "decode")
 _COPIED = ("embed", "head", "overhead")
 """Where they lack a degree, rows of the next smaller one stand for it: they hardly shrink, or are small."""
 
@@ -274,11 +275,33 @@ def _check_complete(rows: Sequence[Measurement], spec: ModelSpec, paths: Sequenc
         ways += ["give --overhead TIME for the host's time of an iteration"] if "overhead decode" in missing else []
         raise InputError(f"{where}: no rows of {', '.join(missing)}; {', and '.join(ways)}")
     for degree in sorted({row.tensor_parallel_size for row in rows if row.op == "rest"}):
-        phases = {row.phase for row in rows if row.op == "attention" and row.tensor_parallel_size == degree}
-        if lacking := [f"{phase} attention" for phase in ("prefill", "decode") if phase not in phases]:
+        own = [row for row in rows if row.tensor_parallel_size == degree]
+        phases = {row.phase for row in own if row.op == "attention"}
+        if lacking := [f"{phase} attention" for phase in _BOTH if phase not in phases]:
             raise InputError(
                 f"{where}: rest is timed at tensor_parallel_size={degree}, {' and '.join(lacking)} not; add rows, or "
                 "leave that degree out"
+            )
+        _check_degree(own, f"{where}: tensor_parallel_size={degree}")
+
+
+def _check_degree(rows: Sequence[Measurement], where: str) -> None:
+    """Raises InputError for a single size of `rest` or attention, as any other would take as long."""
+    for phase in _BOTH:
+        own = [row for row in rows if row.phase in ("", phase)]
+        for sharding in {row.sharding for row in rows if row.op == "rest"}:
+            sizes = {row.num_tokens for row in own if row.op == "rest" and row.sharding == sharding}
+            if len(sizes) == 1:
+                raise InputError(
+                    f"{where}: rest is timed at {min(sizes)} tokens only, so that any number of them would take as "
+                    "long; add rows of other sizes, or leave that degree out"
+                )
+        axis = "num_tokens" if phase == "prefill" else "context_tokens"
+        points = {(row.num_seqs, getattr(row, axis)) for row in own if row.op == "attention"}
+        if len(points) == len({num_seqs for num_seqs, _ in points}):
+            raise InputError(
+                f"{where}: {phase} attention is timed at one length only, so that any other would take as long; add "
+                "rows of the same num_seqs and other lengths, or leave that degree out"
             )
 
 

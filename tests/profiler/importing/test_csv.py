@@ -20,11 +20,15 @@ attention,prefill,1,1,128,,,1e-4
 attention,prefill,1,1,512,,,8e-4
 attention,decode,1,1,,128,,5e-5
 attention,decode,1,8,,1024,,9e-5
+attention,decode,1,8,,4096,,3e-4
 attention,prefill,2,1,128,,,9e-5
+attention,prefill,2,1,512,,,5e-4
 attention,decode,2,8,,1024,,6e-5
+attention,decode,2,8,,4096,,2e-4
 rest,,1,,64,,,1e-3
 rest,,1,,256,,,3e-3
 rest,,2,,64,,,6e-4
+rest,,2,,256,,,2e-3
 embed,,1,,64,,,1e-5
 head,,1,8,,,,2e-4
 overhead,prefill,1,1,,,,1e-3
@@ -64,7 +68,7 @@ def test_rows_become_measurements_one_to_one(tmp_path: Path, spec: ModelSpec) ->
     assert len(timed) == len(ROWS.strip().splitlines())
     assert timed[3] == Measurement(op="attention", phase="decode", num_seqs=8, context_tokens=1024, seconds=9e-5)
     assert timed[-2] == Measurement(op="all_reduce", phase="intra", tensor_parallel_size=2, bytes=65536, seconds=2e-5)
-    assert "15 rows measured, 4 derived (embed, head, overhead prefill, overhead decode)" in "\n".join(said)
+    assert "19 rows measured, 4 derived (embed, head, overhead prefill, overhead decode)" in "\n".join(said)
 
 
 def test_an_imported_profile_is_a_profile(tmp_path: Path, spec: ModelSpec) -> None:
@@ -214,6 +218,20 @@ def test_a_degree_without_attention_is_refused(tmp_path: Path, spec: ModelSpec) 
     with pytest.raises(
         InputError, match="rest is timed at tensor_parallel_size=4, prefill attention and decode attention not"
     ):
+        import_profile([path], spec=spec, device="a100-80gb")
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ("rest,,2,,256,,,2e-3", "rest is timed at 64 tokens only, so that any number of them would take as long; "),
+        ("attention,prefill,2,1,512,,,5e-4", "prefill attention is timed at one length only, so that any other would "),
+        ("attention,decode,1,8,,4096,,3e-4", "decode attention is timed at one length only, so that any other would "),
+    ],
+)
+def test_a_single_size_is_refused(tmp_path: Path, spec: ModelSpec, row: str, fault: str) -> None:
+    path = written(tmp_path, ROWS.replace(f"{row}\n", ""))
+    with pytest.raises(InputError, match=f"tensor_parallel_size={row.split(',')[2]}: {fault}"):
         import_profile([path], spec=spec, device="a100-80gb")
 
 

@@ -10,7 +10,7 @@ rather than measured have `repeats` 0 and are counted. Not here: interpolation b
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from exeplan.core.models.layer_costs import layer_parameters
 from exeplan.core.models.model import ModelSpec
 from exeplan.core.models.uneven_routing import EVEN
 from exeplan.core.profile import Measurement, Profile
+from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.files import shipped_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
@@ -238,11 +239,21 @@ def _first(parts: Iterable[ImportedRows]) -> ImportedRows:
     notes: list[str] = []
     for part in parts:
         taken = {(row.op, row.phase, row.sharding) for row in rows}
-        kept = [row for row in part.rows if (row.op, row.phase, row.sharding) not in taken]
+        apart = (of_phase for row in part.rows for of_phase in _apart(row, taken))
+        kept = [row for row in apart if (row.op, row.phase, row.sharding) not in taken]
         displaced = {row.op for row in part.rows} - {row.op for row in kept}
         notes += [note for note in part.notes if note.split(":")[0] not in displaced]
         rows += kept
     return ImportedRows(tuple(rows), tuple(notes))
+
+
+def _apart(row: Measurement, taken: Collection[tuple[str, str, Sharding]]) -> Iterator[Measurement]:
+    """A row of `rest` for both phases as one of each where one of them is taken."""
+    phases = _BOTH if row.op == "rest" and not row.phase else ()
+    if any((row.op, phase, row.sharding) in taken for phase in phases):
+        yield from (replace(row, phase=phase) for phase in phases)
+    else:
+        yield row
 
 
 def _copied(rows: Sequence[Measurement], degrees: Sequence[int]) -> ImportedRows:

@@ -26,6 +26,7 @@ OPERATIONS = {
     "mlp_down_proj": 0.2,
     "add": 0.005,
 }
+COLUMNS = "op,phase,tensor_parallel_size,num_seqs,num_tokens,context_tokens,bytes,seconds\n"
 REST_MS = sum(OPERATIONS.values()) - 0.001 + 0.005
 """Everything but the embedding, and the sum that Vidur leaves out."""
 SHAPE = {
@@ -256,15 +257,33 @@ def test_a_given_overhead_stands_in_front(tmp_path: Path, spec: ModelSpec) -> No
 
 def test_a_plain_csv_completes_the_tables(tmp_path: Path, spec: ModelSpec) -> None:
     extra = tmp_path / "extra.csv"
-    extra.write_text(
-        "op,phase,tensor_parallel_size,num_seqs,num_tokens,context_tokens,bytes,seconds\n"
-        "send,inter,,,,,65536,4e-5\nembed,,1,,64,,,7e-6\n"
-    )
+    extra.write_text(f"{COLUMNS}send,inter,,,,,65536,4e-5\nembed,,1,,64,,,7e-6\n")
     profile, said = import_profile([layer(tmp_path), attention(tmp_path), extra], spec=spec, device="a40-48gb")
     assert profile.source == "imported vidur and csv"
     assert row(profile, "send").seconds == 4e-5
     assert row(profile, "embed", tensor_parallel_size=1).seconds == 7e-6
     assert not any(line.startswith("send:") for line in said)
+
+
+def test_own_rows_of_one_phase_leave_the_table_the_other(tmp_path: Path, spec: ModelSpec) -> None:
+    """At the degree that they are of."""
+    extra = tmp_path / "extra.csv"
+    extra.write_text(f"{COLUMNS}rest,decode,1,,1,,,4e-4\nrest,decode,1,,64,,,5e-4\n")
+    profile, _ = import_profile([layer(tmp_path), attention(tmp_path), extra], spec=spec, device="a40-48gb")
+    sizes = {
+        (phase, degree): [m.num_tokens for m in profile.measurements if (m.op, m.phase, m.tensor_parallel_size) == key]
+        for degree in (1, 2)
+        for phase in ("prefill", "decode", "")
+        for key in [("rest", phase, degree)]
+    }
+    assert sizes == {
+        ("prefill", 1): [16, 64, 128],
+        ("decode", 1): [1, 64],
+        ("", 1): [],
+        ("prefill", 2): [],
+        ("decode", 2): [],
+        ("", 2): [16, 64, 128],
+    }
 
 
 def test_another_model_s_table_is_refused_with_both_shapes(tmp_path: Path, spec: ModelSpec) -> None:

@@ -319,7 +319,8 @@ def _only(profile: "Profile", sizes: Sequence[int]) -> "Profile":
     if absent := sorted(set(sizes) - set(profile.tensor_parallel_sizes)):
         there = ", ".join(map(str, profile.tensor_parallel_sizes))
         raise InputError(f"no rows of tensor parallel size {absent[0]} were imported; there are sizes {there}")
-    rows = (m for m in profile.measurements if m.tensor_parallel_size in sizes or m.op in ("overhead", "send"))
+    of_any = ("overhead", "control", "send")
+    rows = (m for m in profile.measurements if m.tensor_parallel_size in sizes or m.op in of_any)
     return replace(profile, measurements=tuple(rows))
 
 

@@ -73,7 +73,8 @@ def options_of(engine: str) -> EngineOptions:
 
 def cost_of(profile: Profile, size: int, expert_parts: int = 1) -> CostModel:
     """Of one stage on that many devices, which hold a mixture's experts in so many parts."""
-    own = [m for m in profile.measurements if m.tensor_parallel_size == size or m.op in ("overhead", "send")]
+    of_any = ("overhead", "control", "send")
+    own = [m for m in profile.measurements if m.tensor_parallel_size == size or m.op in of_any]
     return CostModel(
         replace(profile, measurements=tuple(own)),
         (Stage(devices=tuple(range(size)), layers=(0, profile.model.num_layers), expert_parallel_size=expert_parts),),

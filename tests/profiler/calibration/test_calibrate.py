@@ -10,7 +10,7 @@ from exeplan.api import datasheet_profile
 from exeplan.cli import main
 from exeplan.core.correction import Correction
 from exeplan.core.models.model import load_model_sizes
-from exeplan.core.profile import Profile, load_profile, save_profile
+from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
 from exeplan.errors import InputError
 from exeplan.planner.margins.deployments import correction_law
 from exeplan.profiler.calibration.calibrate import calibrate
@@ -62,6 +62,17 @@ def test_three_runs_move_the_prediction_toward_them(profile: Profile, runs: list
     assert correction.own_runs == 3
     assert correction.spreads["tpot"] < shipped.spreads["tpot"]
     assert "3 measured runs of this deployment" in correction.said
+
+
+def test_a_run_on_several_workers_pays_their_control(runs: list[ServingRun]) -> None:
+    profile = datasheet_profile("llama-3.1-8b", "h100-80gb", tensor_parallel_sizes=(2,), engine="vllm")
+    control = Measurement(op="control", num_seqs=1, seconds=5e-3)
+    run = replace(runs[0], tensor_parallel_size=2)
+    before, after = (
+        predict_run(replace(one, correction=None), run)
+        for one in (profile, replace(profile, measurements=(*profile.measurements, control)))
+    )
+    assert after.tpot - before.tpot == pytest.approx(5e-3, rel=0.1)
 
 
 def test_what_is_far_off_is_found_in_rounds(runs: list[ServingRun]) -> None:

@@ -329,13 +329,17 @@ def test_timings_of_others_are_imported(
     with open("times.csv", "w", newline="") as file:
         table = csv.writer(file)
         table.writerow(AXES)
-        table.writerows([getattr(m, axis) for axis in AXES] for m in profile_of("opt-13b", sheet).measurements)
+        rows = (*profile_of("opt-13b", sheet).measurements, Measurement(op="control", num_seqs=1, seconds=1e-3))
+        table.writerows([getattr(m, axis) for axis in AXES] for m in rows)
     argv = ["profile", "import", "times.csv", "--model", "opt-13b", "--device", "a100-80gb", "-o", "p.json"]
     assert main([*argv, "--tensor-parallel-sizes", "1,4"]) == 0
     profile = load_profile(tmp_path / "p.json")
     assert profile.tensor_parallel_sizes == (1, 4)
     assert {m.tensor_parallel_size for m in profile.measurements if m.op == "all_reduce"} == {4}
     assert {m.phase for m in profile.measurements if m.op == "send"} == {"intra", "inter"}
+    assert main([*argv, "--tensor-parallel-sizes", "4"]) == 0
+    assert {m.op for m in load_profile(tmp_path / "p.json").measurements} >= {"overhead", "control", "send"}
+    assert main([*argv, "--tensor-parallel-sizes", "1,4"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "opt-13b in bfloat16 on a100-80gb: imported csv",
         f"wrote p.json: {len(profile.measurements)} rows, tensor parallel sizes 1, 4",

@@ -37,7 +37,8 @@ Not here: interpolation (`simulator/cost.py`) and measuring (`profiler/`).
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -357,9 +358,22 @@ def _profile(body: Mapping[str, Any], path: Path) -> Profile:
         if not any(m.op == op and phase in ("", m.phase) for m in rows):
             what = f"{op} {phase}".strip()
             raise InputError(f"{path} holds no '{what}' measurement; run `exeplan profile` again")
+    _check_phases(rows, path)
     if len(set(profile.thread_counts)) < 1 + len(profile.more_threads):
         raise InputError(f"{path} holds two profiles of one number of threads; run `exeplan profile` again")
     return profile
+
+
+def _check_phases(rows: Iterable[Measurement], path: Path) -> None:
+    """Raises InputError for products of one phase that have no rows of the other."""
+    phases: dict[tuple[str, Sharding], set[str]] = defaultdict(set)
+    for m in rows:
+        if m.op in ("rest", *EXPERT_OPS):
+            phases[m.op, m.sharding].add(m.phase)
+    for (op, sharding), there in phases.items():
+        if lacking := [phase for phase in ("prefill", "decode") if not there & {"", phase}]:
+            where = f"tensor_parallel_size {sharding.tensor_parallel_size}"
+            raise InputError(f"{path} holds no '{op} {lacking[0]}' measurement of {where}; run `exeplan profile` again")
 
 
 def _model(body: Mapping[str, Any], path: Path) -> ModelSpec:

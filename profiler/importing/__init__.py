@@ -297,11 +297,13 @@ def _check_complete(rows: Sequence[Measurement], spec: ModelSpec, paths: Sequenc
 
 
 def _check_degree(rows: Sequence[Measurement], where: str) -> None:
-    """Raises InputError for a single size of `rest` or attention, as any other would take as long."""
+    """Raises InputError for a phase without `rest`, and for a single size, as any other would take as long."""
     for phase in _BOTH:
         own = [row for row in rows if row.phase in ("", phase)]
         for sharding in {row.sharding for row in rows if row.op == "rest"}:
             sizes = {row.num_tokens for row in own if row.op == "rest" and row.sharding == sharding}
+            if not sizes:
+                raise InputError(f"{where}: rest has no rows of {phase}; add them, or leave the phase of all empty")
             if len(sizes) == 1:
                 raise InputError(
                     f"{where}: rest is timed at {min(sizes)} tokens only, so that any number of them would take as "

@@ -150,6 +150,17 @@ def test_a_profile_without_one_kind_of_measurement_is_refused(path: Path, op: st
     assert f"holds no '{f'{op} {phase}'.strip()}' measurement; run `exeplan profile` again" in refusal(path, without)
 
 
+@pytest.mark.parametrize(("there", "lacking"), [("prefill", "decode"), ("decode", "prefill")])
+def test_products_of_one_phase_alone_are_refused(path: Path, there: str, lacking: str) -> None:
+    """At each degree: there are rows of both phases at another one."""
+
+    def of_one(body: dict[str, Any]) -> None:
+        rest = [m for m in body["measurements"] if m["op"] == "rest"]
+        body["measurements"] += [m | {"phase": there, "tensor_parallel_size": 2} for m in rest]
+
+    assert f"holds no 'rest {lacking}' measurement of tensor_parallel_size 2; run" in refusal(path, of_one)
+
+
 def test_an_edited_shape_is_refused(path: Path) -> None:
     message = refusal(path, lambda body: body["model"]["config"].update(hidden_size=512))
     assert message.endswith("the model's config does not match its fingerprint, so the file was edited or damaged")

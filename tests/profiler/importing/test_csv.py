@@ -235,6 +235,13 @@ def test_a_single_size_is_refused(tmp_path: Path, spec: ModelSpec, row: str, fau
         import_profile([path], spec=spec, device="a100-80gb")
 
 
+@pytest.mark.parametrize(("there", "lacking"), [("decode", "prefill"), ("prefill", "decode")])
+def test_rest_of_one_phase_alone_is_refused(tmp_path: Path, spec: ModelSpec, there: str, lacking: str) -> None:
+    path = written(tmp_path, ROWS.replace("rest,,2", f"rest,{there},2"))
+    with pytest.raises(InputError, match=f"tensor_parallel_size=2: rest has no rows of {lacking}; add them, or leave"):
+        import_profile([path], spec=spec, device="a100-80gb")
+
+
 def test_times_that_fall_as_work_grows_are_refused(tmp_path: Path, spec: ModelSpec) -> None:
     path = written(tmp_path, ROWS.replace("rest,,1,,256,,,3e-3", "rest,,1,,256,,,3e-4"))
     with pytest.raises(InputError, match=r"^rest num_tokens=256: 0.3 ms is less than the 1 ms of rest num_tokens=64;"):

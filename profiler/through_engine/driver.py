@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from exeplan.core.models.model import ModelSpec
+from exeplan.core.models.model import NUM_LAYERS, ModelSpec
 from exeplan.errors import InputError
 from exeplan.profiler.through_engine.batches import DecodeBatch, PrefillBatch, Reach
 
@@ -127,11 +127,12 @@ class EngineDriver:
 
 def with_layers(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """The config of a model with fewer layers: settings that are listed a layer are cut."""
-    whole = config["num_hidden_layers"]
+    spelled = next(name for name in NUM_LAYERS if config.get(name) is not None)
+    whole = config[spelled]
     cut = {
         name: value[:num_layers] for name, value in config.items() if isinstance(value, list) and len(value) == whole
     }
-    return {**config, **cut, "num_hidden_layers": num_layers}
+    return {**config, **cut, spelled: num_layers}
 
 
 def _pipe(pipe: IO[str] | None) -> IO[str]:

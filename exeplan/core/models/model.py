@@ -45,8 +45,9 @@ RUN_DTYPES = ("float32", "bfloat16", "float16", FP8)
 """Those that the engine runs, and that a device is profiled in; fp8 needs a GPU that has it."""
 
 # Hugging Face configs spell the same numbers differently; the first spelling present is taken.
+NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _SPELLINGS = {
-    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+    "num_layers": NUM_LAYERS,
     "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
     "vocab_size": ("vocab_size",),

@@ -112,6 +112,11 @@ def test_layers_are_cut_with_what_is_listed_for_each() -> None:
     assert with_layers(config, 1) == {"num_hidden_layers": 1, "layer_types": ["a"], "eos_token_id": [1, 2]}
 
 
+@pytest.mark.parametrize("name", ["n_layer", "n_layers"])
+def test_layers_are_cut_under_the_name_that_the_config_has_for_them(name: str) -> None:
+    assert with_layers({name: 12, "n_head": 12}, 2) == {name: 2, "n_head": 12}
+
+
 def test_an_engine_that_is_slower_with_fewer_layers_gives_rows_above_zero() -> None:
     timed = {batch: Timed(whole=1.0, few=1.1, repeats=1) for batch in batches(REACH)}
     assert all(row.seconds > 0 for row in rows_of(timed, num_layers=4, few_layers=1))

@@ -97,6 +97,7 @@ def layer_part(
     """
     rows: list[Measurement] = []
     missing: list[tuple[int, int]] = []
+    lacking = {"rest": 0, "head": 0}
     for degree in degrees:
         products, logits = layer_products(spec, degree), (-(-spec.vocab_size // degree), spec.hidden_size)
         mixed, divided = np.zeros(len(table.m)), dict[int, Floats]()
@@ -108,11 +109,21 @@ def layer_part(
         asked = [*((product, table) for product in products), (logits, head)]
         missing += [product for product, of in asked if product not in missing and not of.measured(*product)]
         shared = sum((table.seconds(n, k) for n, k in products), start=mixed)
-        rows += _rest_rows(table.m, spec, degree, sheet, shared)
-        for one, seconds in divided.items():
-            whole = _rest_rows(table.m, spec, degree, sheet, shared - mixed + seconds)
-            rows += [replace(row, expert_parallel_size=one) for row in whole if row.op == "rest"]
-        rows += _head_rows(head.m, spec, degree, sheet, head.seconds(*logits))
+        times = {1: shared} | {one: shared - mixed + seconds for one, seconds in divided.items()}
+        whole = np.isfinite(sum(times.values(), start=np.zeros(len(table.m))))
+        lacking["rest"] += int((~whole).sum())
+        rows += _rest_rows(table.m[whole], spec, degree, sheet, shared[whole])
+        for one in divided:
+            further = _rest_rows(table.m[whole], spec, degree, sheet, times[one][whole])
+            rows += [replace(row, expert_parallel_size=one) for row in further if row.op == "rest"]
+        seconds = head.seconds(*logits)
+        timed = np.isfinite(seconds)
+        lacking["head"] += int((~timed).sum())
+        rows += _head_rows(head.m[timed], spec, degree, sheet, seconds[timed])
+    if not any(row.op == "rest" for row in rows):
+        raise InputError(
+            f"the tables time all products of a layer of {spec.name} at no number of tokens; add the others"
+        )
     return ImportedRows(
         tuple(rows),
         (
@@ -120,6 +131,11 @@ def layer_part(
             "bandwidth; head: its product, and sampling by memory bandwidth",
             *((experts.note,) if experts else ()),
             *_interpolated(table, missing),
+            *(
+                f"{op}: {count} sizes over all degrees are left out, as the table lacks a product of theirs"
+                for op, count in lacking.items()
+                if count
+            ),
         ),
     )
 

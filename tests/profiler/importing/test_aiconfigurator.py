@@ -239,6 +239,28 @@ def test_a_folder_without_tables_and_a_missing_file_are_refused(tmp_path: Path, 
         import_profile([tmp_path / "nothing.csv"], spec=spec, device="h100-80gb")
 
 
+def test_sizes_that_lack_a_product_are_left_out_and_said(tmp_path: Path, spec: ModelSpec) -> None:
+    """The layer's products of 16 rows; of one row those as wide as the whole vocabulary."""
+    import pandas
+
+    folder = tables(tmp_path / "tables")
+    path = folder / "h100_sxm.gemm.csv.gz"
+    whole = pandas.read_csv(path, index_col=0)
+    layer = (whole["m"] == 16) & (whole["n"] <= 4096) & (whole["k"] <= 2048)
+    head = (whole["m"] == 1) & (whole["n"] == 8192)
+    whole[~(layer | head)].to_csv(path)
+    profile, said = import_profile([folder], spec=spec, device="h100-80gb")
+    at_one = [m for m in profile.measurements if m.tensor_parallel_size == 1]
+    assert [m.num_tokens for m in at_one if m.op == "rest"] == [1, 256, 4096]
+    assert [m.num_seqs for m in at_one if m.op == "head"] == [16, 256]
+    for op in ("rest", "head"):
+        note = f"{op}: 4 sizes over all degrees are left out, as the table lacks a product of theirs"
+        assert note in said, "at degree 1, 2, 4 and 8"
+    whole[(whole["n"] != 1024) | (whole["k"] == 8192)].to_csv(path)
+    with pytest.raises(InputError, match="at no number of tokens"):
+        import_profile([folder], spec=spec, device="h100-80gb")
+
+
 def test_upstream_s_own_tables_are_read_with_pyarrow(tmp_path: Path, spec: ModelSpec) -> None:
     """Their columns are named otherwise, hold other types and engines too, and the newest of vLLM counts."""
     pytest.importorskip("pyarrow", reason="upstream's parquet tables need pyarrow")

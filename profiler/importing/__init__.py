@@ -148,9 +148,9 @@ def _combined(
     refuse_falls(own.rows)
     layer = _layers(tables, spec, sheet, dtype, routing)
     degrees = sorted({row.tensor_parallel_size for row in (own + layer).rows if row.op == "rest"}) or [1]
-    hosts = (
-        _overheads(tables, spec, sheet, degrees, overhead_seconds) if layer.rows or overhead_seconds else ImportedRows()
-    )
+    hosts = ImportedRows()
+    if layer.rows or overhead_seconds or _of(tables, "overheads"):
+        hosts = _overheads(tables, spec, sheet, degrees, overhead_seconds)
     kernels = [
         k
         for t in _of(tables, "attention", "attention_short")

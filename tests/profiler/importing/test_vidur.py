@@ -286,6 +286,29 @@ def test_own_rows_of_one_phase_leave_the_table_the_other(tmp_path: Path, spec: M
     }
 
 
+def test_host_times_complete_a_plain_csv(tmp_path: Path, spec: ModelSpec) -> None:
+    lines = [
+        f"{op},{degree},{cells},{seconds}"
+        for degree in (2, 4)
+        for op, cells, seconds in (
+            ("rest,", ",64,,", "1e-3"),
+            ("rest,", ",256,,", "3e-3"),
+            ("embed,", ",64,,", "1e-5"),
+            ("head,", "8,,,", "2e-4"),
+            ("attention,prefill", "1,128,,", "1e-4"),
+            ("attention,prefill", "1,512,,", "8e-4"),
+            ("attention,decode", "1,,128,", "5e-5"),
+            ("attention,decode", "1,,512,", "9e-5"),
+        )
+    ]
+    own = tmp_path / "own.csv"
+    own.write_text(COLUMNS + "\n".join([*lines, ""]))
+    profile, _ = import_profile([own, host_times(tmp_path, "makers/other")], spec=spec, device="a40-48gb")
+    for degree, seconds in ((2, 1.1e-3), (4, 1.3e-3)):
+        assert row(profile, "overhead", phase="decode", tensor_parallel_size=degree).seconds == pytest.approx(seconds)
+        assert len([m for m in profile.measurements if (m.op, m.tensor_parallel_size) == ("head", degree)]) == 1
+
+
 def test_another_model_s_table_is_refused_with_both_shapes(tmp_path: Path, spec: ModelSpec) -> None:
     with pytest.raises(InputError) as refusal:
         import_profile([layer(tmp_path, n_expanded_embd=8192), attention(tmp_path)], spec=spec, device="a40-48gb")

@@ -144,7 +144,7 @@ def _combined(
     routing: str | None,
 ) -> ImportedRows:
     """Rows of all tables; of an op, phase and degree only those of the first source that has it."""
-    own = sum((ImportedRows(*read_csv(table.path)) for table in tables if table.kind == "csv"), start=ImportedRows())
+    own = ImportedRows(*read_csv(*(table.path for table in _of(tables, "csv"))))
     refuse_falls(own.rows)
     layer = _layers(tables, spec, sheet, dtype, routing)
     degrees = sorted({row.tensor_parallel_size for row in (own + layer).rows if row.op == "rest"}) or [1]

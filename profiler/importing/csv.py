@@ -13,6 +13,7 @@ import math
 import statistics
 import zlib
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -43,11 +44,16 @@ _NAMED = 3
 """Faults listed in one message."""
 
 
-def read_csv(path: Path) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
-    """The rows of the file in its order, and a sentence about points timed more than once.
+def read_csv(*paths: Path) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
+    """The rows of the files in their order, and a sentence about points timed more than once, in one file or several.
 
     Raises InputError naming the line of what is missing, wrong, or cut short.
     """
+    return _merged([(path, number, row) for path in paths for number, row in _numbered(path)])
+
+
+def _numbered(path: Path) -> list[tuple[int, Measurement]]:
+    """The rows of a file by their lines."""
     lines = read_lines(path)
     header = _header(path, lines[0])
     if not lines[-1].endswith("\n"):
@@ -68,7 +74,7 @@ def read_csv(path: Path) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
         raise InputError(f"{path} {'; '.join(faults[:_NAMED])}{more}")
     if not rows:
         raise InputError(f"{path} holds a header and no rows")
-    return _merged(path, rows)
+    return rows
 
 
 def read_lines(path: Path, number: int | None = None) -> list[str]:
@@ -150,17 +156,18 @@ def _seconds(cell: str) -> float:
     return value
 
 
-def _merged(path: Path, rows: list[tuple[int, Measurement]]) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
-    points: dict[Measurement, list[tuple[int, float]]] = defaultdict(list)
-    for number, row in rows:
-        points[replace(row, seconds=1.0)].append((number, row.seconds))
+def _merged(rows: Iterable[tuple[Path, int, Measurement]]) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
+    points: dict[Measurement, list[tuple[Path, int, float]]] = defaultdict(list)
+    for path, number, row in rows:
+        points[replace(row, seconds=1.0)].append((path, number, row.seconds))
     merged = tuple(
-        replace(point, seconds=statistics.median(s for _, s in timed), repeats=len(timed))
+        replace(point, seconds=statistics.median(s for _, _, s in timed), repeats=len(timed))
         for point, timed in points.items()
     )
     again = [timed for timed in points.values() if len(timed) > 1]
     if not again:
         return merged, ()
-    first = " and ".join(str(number) for number, _ in again[0][:2])
+    (path, number, _), (other, further, _) = again[0][:2]
+    first = f"{path} lines {number} and" if path == other else f"{path} line {number} and {other} line"
     others = f", and {len(again) - 1} other points so" if len(again) > 1 else ""
-    return merged, (f"{path} lines {first} time the same point{others}; the median counts",)
+    return merged, (f"{first} {further} time the same point{others}; the median counts",)

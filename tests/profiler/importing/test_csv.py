@@ -116,6 +116,18 @@ def test_points_timed_again_count_with_their_median(tmp_path: Path) -> None:
     assert said == (f"{path} lines 2 and 3 time the same point; the median counts",)
 
 
+def test_points_of_several_files_count_with_their_median(tmp_path: Path, spec: ModelSpec) -> None:
+    """Also where the second file has half the time, which no single file may have of more work."""
+    first, second = written(tmp_path, ROWS), tmp_path / "again.csv"
+    second.write_text(f"{HEADER}\nattention,decode,1,8,,4096,,1e-4\nrest,,1,,256,,,1.4e-3\n")
+    profile, said = import_profile([first, second], spec=spec, device="a100-80gb")
+    found = {(m.op, m.context_tokens or m.num_tokens): m for m in profile.measurements if m.repeats == 2}
+    assert {point: m.seconds for point, m in found.items()} == pytest.approx(
+        {("attention", 4096): 2e-4, ("rest", 256): 2.2e-3}
+    )
+    assert f"{first} line 6 and {second} line 2 time the same point, and 1 other points so; the median counts" in said
+
+
 @pytest.mark.parametrize(
     ("row", "fault"),
     [

@@ -10,12 +10,17 @@ cache until the next pass. Weights are known from below only: all of them less t
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
 
-from exeplan.core.models.layer_costs import layer_parameters, layer_parameters_used
+from exeplan.core.models.layer_costs import (
+    layer_parameters,
+    layer_parameters_used,
+    pairs_attended,
+    tokens_attended,
+)
 from exeplan.core.models.model import DTYPE_BYTES
 from exeplan.core.profile import Measurement, Profile
 
@@ -58,9 +63,9 @@ def _spreads(rows: Iterable[Measurement]) -> list[str]:
 
 
 def _rates(profile: Profile, rows: Iterable[Measurement]) -> Iterator[str]:
-    device = profile.device
+    device, windows = profile.device, profile.model.windows
     for m in rows:
-        flops, moved = _flops(profile, m), _moved(profile, m)
+        flops, moved = _flops(profile, m, windows), _moved(profile, m, windows)
         if flops > _RATE_TOLERANCE * device.flops_per_second * m.seconds:
             yield (
                 f"{row_name(m)}: {flops / m.seconds / 1e9:.4g} GFLOP/s is beyond the device's matrix rate of "
@@ -73,7 +78,7 @@ def _rates(profile: Profile, rows: Iterable[Measurement]) -> Iterator[str]:
             )
 
 
-def _flops(profile: Profile, m: Measurement) -> float:
+def _flops(profile: Profile, m: Measurement, windows: Mapping[int | None, int]) -> float:
     """Operations that the row must execute."""
     spec, size = profile.model, DTYPE_BYTES[profile.dtype]
     if m.op == "rest":
@@ -81,12 +86,16 @@ def _flops(profile: Profile, m: Measurement) -> float:
     if m.op == "head":
         return 2.0 * m.num_seqs * spec.vocab_size * spec.hidden_size
     if m.op == "attention":
-        pairs = m.num_tokens**2 / (2 * max(m.num_seqs, 1)) if m.phase == "prefill" else m.context_tokens
-        return 4.0 * spec.num_heads * spec.head_dim * pairs
+        each = (
+            pairs_attended(windows, m.num_tokens / m.num_seqs)
+            if m.phase == "prefill"
+            else tokens_attended(windows, m.context_tokens / m.num_seqs)
+        )
+        return 4.0 * spec.num_heads * spec.head_dim * m.num_seqs * each
     return 0.0
 
 
-def _moved(profile: Profile, m: Measurement) -> float:
+def _moved(profile: Profile, m: Measurement, windows: Mapping[int | None, int]) -> float:
     """Bytes that the row must fetch from memory."""
     if m.op == "rest":
         return _used(profile) * _layer_bytes(profile, m.phase) * _cold_share(profile, m.phase, 0)
@@ -94,7 +103,8 @@ def _moved(profile: Profile, m: Measurement) -> float:
         head = profile.model.vocab_size * profile.model.hidden_size * DTYPE_BYTES[profile.dtype]
         return head * _cold_share(profile, m.phase, 0)
     if m.op == "attention" and m.phase == "decode":
-        kv = m.context_tokens * profile.model.kv_bytes_per_token(profile.cache_dtype)
+        tokens = m.num_seqs * tokens_attended(windows, m.context_tokens / m.num_seqs)
+        kv = tokens * profile.model.kv_bytes_per_token(profile.cache_dtype)
         return kv / profile.model.num_layers * _cold_share(profile, m.phase, kv)
     return 0.0
 

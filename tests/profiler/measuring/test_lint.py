@@ -96,6 +96,15 @@ def test_keys_and_values_read_faster_than_memory_allows(clean: Profile) -> None:
     assert "copy bandwidth" in finding
 
 
+def test_attention_within_a_window_reads_and_computes_no_more_than_that(clean: Profile) -> None:
+    """Over 2000 tokens within 256 it takes what it takes over 256, and a prompt an eighth of the pairs."""
+    prefill = Measurement(op="attention", phase="prefill", num_seqs=1, num_tokens=2000, seconds=16e-3)
+    whole = planted(planted(clean, replace(decode(8, 2000), seconds=decode(8, 256).seconds)), prefill)
+    windowed = model_spec({**clean.model.config, "model_type": "mistral", "sliding_window": 256}, name="test")
+    assert lint(replace(whole, model=windowed)) == []
+    assert len(lint(whole)) == 2
+
+
 def test_products_faster_than_the_matrix_rate(clean: Profile) -> None:
     (finding,) = lint(planted(clean, replace(rest(256), seconds=25e-3)))
     assert finding == "rest num_tokens=256: 204.8 GFLOP/s is beyond the device's matrix rate of 100"

@@ -6,7 +6,7 @@ added: below the reference a pass takes no more than one at the next size, above
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -17,6 +17,7 @@ from exeplan.core.models.layer_costs import (
     layer_kv_bytes_per_token,
     layer_parameters,
     layer_parameters_read,
+    tokens_attended,
 )
 from exeplan.core.models.model import DTYPE_BYTES
 from exeplan.core.profile import Measurement, Profile
@@ -34,7 +35,8 @@ def corrected_rows(profile: Profile) -> Sequence[Measurement]:
     for row in (part for whole in profile.measurements for part in _by_phase(whole)):
         axis = row.num_seqs if row.op == "attention" else 0
         curves[row.op, row.phase, row.sharding, axis].append(row)
-    return [row for curve in curves.values() for row in _corrected_curve(curve, profile.correction, profile)]
+    windows = profile.model.windows
+    return [row for curve in curves.values() for row in _corrected_curve(curve, profile.correction, profile, windows)]
 
 
 def prefill_factor_of(profile: Profile) -> float:
@@ -48,7 +50,9 @@ def _by_phase(row: Measurement) -> Iterator[Measurement]:
     yield from (row if phase == row.phase else replace(row, phase=phase) for phase in phases)
 
 
-def _corrected_curve(curve: Sequence[Measurement], correction: Correction, profile: Profile) -> Iterator[Measurement]:
+def _corrected_curve(
+    curve: Sequence[Measurement], correction: Correction, profile: Profile, windows: Mapping[int | None, int]
+) -> Iterator[Measurement]:
     rising = sorted(curve, key=lambda row: (_num_rows(row), row.context_tokens))
     times = [row.seconds * math.exp(_log_factor(row, correction)) for row in rising]
     if _num_rows(rising[-1]):
@@ -56,7 +60,7 @@ def _corrected_curve(curve: Sequence[Measurement], correction: Correction, profi
         before = list(accumulate(reversed(times[:split]), min))[::-1]
         times = list(accumulate([*before, *times[split:]], max))
     for row, seconds in zip(rising, times, strict=True):
-        yield replace(row, seconds=max(seconds, min(row.seconds, _least_seconds(row, profile))))
+        yield replace(row, seconds=max(seconds, min(row.seconds, _least_seconds(row, profile, windows))))
 
 
 def _log_factor(row: Measurement, correction: Correction) -> float:
@@ -72,7 +76,7 @@ def _num_rows(row: Measurement) -> int:
     return row.num_seqs if row.op in ("attention", "overhead") and row.phase == "decode" else 0
 
 
-def _least_seconds(row: Measurement, profile: Profile) -> float:
+def _least_seconds(row: Measurement, profile: Profile, windows: Mapping[int | None, int]) -> float:
     """What one device takes to read the weights, or the keys and values, that the row must."""
     spec = profile.model
     if row.phase != "decode":
@@ -87,7 +91,8 @@ def _least_seconds(row: Measurement, profile: Profile) -> float:
         read = routed * DTYPE_BYTES[profile.dtype] / row.sharding.num_devices
     elif row.op == "attention":
         share = max(1 / row.tensor_parallel_size, 1 / spec.num_kv_shares)
-        read = row.context_tokens * layer_kv_bytes_per_token(spec, profile.cache_dtype) * share
+        tokens = row.num_seqs * tokens_attended(windows, row.context_tokens / row.num_seqs)
+        read = tokens * layer_kv_bytes_per_token(spec, profile.cache_dtype) * share
     else:
         return 0.0
     return _BETWEEN_ROWS * read / profile.device.copy_bytes_per_second

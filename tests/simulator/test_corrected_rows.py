@@ -9,7 +9,7 @@ import pytest
 from exeplan.api import datasheet_profile
 from exeplan.core.correction import Correction
 from exeplan.core.models.layer_costs import layer_kv_bytes_per_token, layer_parameters_read
-from exeplan.core.models.model import DTYPE_BYTES
+from exeplan.core.models.model import DTYPE_BYTES, load_model_spec, model_spec
 from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.core.schedule import Sharding
 from exeplan.simulator.corrected_rows import corrected_rows
@@ -41,6 +41,20 @@ def test_no_decode_step_is_under_the_bytes_that_it_reads(profile: Profile, corre
             share = max(1 / 2, 1 / spec.num_kv_shares)
             kept = layer_kv_bytes_per_token(spec, profile.cache_dtype) * share * row.context_tokens
             assert row.seconds >= kept / bandwidth
+
+
+def test_attention_within_a_window_need_not_read_what_is_outside() -> None:
+    """A strong correction leaves it the bytes within the window."""
+    config = {**load_model_spec("llama-3.1-8b").config, "model_type": "mistral", "sliding_window": 4096}
+    spec = model_spec(config, name="windowed")
+    whole = datasheet_profile(spec, "h100-80gb", tensor_parallel_sizes=(1,))
+    rows = corrected_rows(replace(whole, correction=Correction(level=-2.0)))
+    decode = [row for row in rows if (row.op, row.phase, row.num_seqs) == ("attention", "decode", 64)]
+    for row in decode:
+        read = min(row.context_tokens, 64 * 4096) * layer_kv_bytes_per_token(spec, whole.cache_dtype)
+        least = read / whole.device.copy_bytes_per_second
+        assert least <= row.seconds
+        assert row.context_tokens < 64 * 4096 or row.seconds <= 1.03 * least
 
 
 @pytest.mark.parametrize("correction", STRONG)

@@ -43,6 +43,8 @@ FLOAT_LIMITS = {
     "frequency_penalty": (-2.0, 2.0),
 }
 BIAS_LIMITS = (-100.0, 100.0)
+SMALLEST_TEMPERATURE = 2.0**-126
+"""The smallest normal number of float32, in which logits are divided by it: a temperature below it is taken as 0."""
 _MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_BIASES = 16, 1024, 256, 300
 MAX_STRUCTURE_CHARS = 128 * 1024
@@ -95,6 +97,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, limits in FLOAT_LIMITS.items():
             _check_number(name, getattr(self, name), limits, (int, float))
+        if self.temperature < SMALLEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         for name, limits in INT_LIMITS.items():
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:

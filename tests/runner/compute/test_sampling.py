@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from exeplan.errors import InputError
-from exeplan.runner.compute.tokens.sampling import SamplingParams, candidates, sample
+from exeplan.runner.compute.tokens.sampling import SMALLEST_TEMPERATURE, SamplingParams, candidates, sample
 
 VOCAB = 50
 token_lists = st.lists(st.integers(0, VOCAB - 1), max_size=12)
@@ -134,11 +134,12 @@ def test_positions_of_one_request_draw_independently():
     assert chisquare(pairs, [pairs.sum() / 16] * 16).pvalue > 0.01
 
 
-@pytest.mark.parametrize("temperature", [1e-12, 0.0])
-def test_a_vanishing_temperature_takes_the_most_likely_token(temperature):
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-12, SMALLEST_TEMPERATURE, 1e-40, 1e-46, 5e-324, 0.0])
+def test_a_vanishing_temperature_takes_the_most_likely_token(temperature, cut):
     logits = random_logits(3, 1, VOCAB)
     best = int(logits.argmax())
-    assert sample(logits, [Row(SamplingParams(temperature=temperature))])[0].token_id == best
+    assert sample(logits, [Row(SamplingParams(temperature=temperature, **cut))])[0].token_id == best
 
 
 def test_top_p_of_zero_takes_the_most_likely_token():

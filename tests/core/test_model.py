@@ -44,6 +44,27 @@ def test_a_head_may_have_its_own_size() -> None:
     assert model_spec({**LLAMA, "head_dim": 32}, name="tiny").head_dim == 32
 
 
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        ({"type": "dynamic", "factor": 4.0}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 128),
+        ({"rope_type": "yarn", "factor": 4.0}, 128),
+        ({"rope_type": "linear", "factor": 4.0}, 128),
+        ({"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 128}, 128),
+        (None, 128),
+    ],
+    ids=str,
+)
+def test_the_context_is_that_of_the_rope_scaling(scaling: dict[str, Any] | None, context: int) -> None:
+    for field in ("rope_scaling", "rope_parameters"):
+        spec = model_spec({**LLAMA, field: scaling}, name="tiny")
+        assert (spec.max_context, spec.num_positions) == (context, 128)
+        assert spec.fingerprint == model_spec(LLAMA, name="tiny").fingerprint
+
+
 def test_kv_bytes_are_two_per_layer_head_and_element() -> None:
     spec = model_spec(LLAMA, name="tiny")
     assert spec.kv_bytes_per_token("float32") == 2 * 2 * 2 * 8 * 4

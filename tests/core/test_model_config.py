@@ -132,6 +132,11 @@ def test_encoders_are_refused(family: str) -> None:
         ({"rope_theta": 0}, "rope_theta must be a number above 1, found 0"),
         ({"rope_theta": float("nan")}, "rope_theta must be a number above 1, found nan"),
         ({"rope_theta": 10**400}, "rope_theta must be a number above 1, found 1000"),
+        ({"original_max_position_embeddings": "4096"}, "original_max_position_embeddings must be a number above 1"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 1e29}},
+            "the context of rope_scaling must be at most 1073741824",
+        ),
         ({"rope_scaling": "linear"}, "rope_scaling must be a mapping of settings, found linear"),
         ({"rope_parameters": {"rope_type": 3}}, "rope_type of the rotary embedding must be text, found 3"),
         ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta must be a number above 1, found '1e6'"),
@@ -230,7 +235,7 @@ JSON = st.recursive(
 )
 FIELDS = [
     *LLAMA, "head_dim", "intermediate_size", "rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps",
-    "eos_token_id",
+    "original_max_position_embeddings", "eos_token_id",
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "quantization_config", "text_config",
     "vision_config", "is_encoder_decoder", "num_layers", "decoder_layers", "encoder_layers", "d_kv", "hidden_act",
     "relative_attention_num_buckets", "multi_query", "tie_word_embeddings", "feed_forward_proj", "num_experts",

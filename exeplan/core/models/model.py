@@ -112,6 +112,7 @@ class ModelSpec:
     """The output head is the embedding."""
     vocab_size: int
     max_context: int
+    """Tokens of a sequence, with those that YaRN's or the dynamic scaling of rotary positions adds to the config's."""
     experts: Experts | None = None
     """Of a mixture of experts, whose `intermediate_size` is that of the layers without any."""
     latent: LatentAttention | None = None
@@ -160,6 +161,11 @@ class ModelSpec:
         return attention_window(self.config, self.family, layer)
 
     @property
+    def num_positions(self) -> int:
+        """Positions that the config states, which a scaling of rotary positions may stretch to a longer context."""
+        return _num_positions(self.config, self.family, self.name)
+
+    @property
     def windows(self) -> Counter[int | None]:
         """How many decoder layers have each sliding window that is below the context, and none (None)."""
         found = Counter(self.attention_window(layer) for layer in range(self.num_layers))
@@ -196,8 +202,9 @@ class ModelSpec:
     def fingerprint(self) -> str:
         """SHA-256 of the sizes on which times and memory depend: equal for two checkpoints of one shape."""
         sizes = {name: getattr(self, name) for name in _SIZES}
-        # Not the field: where positions set no limit, the engine and a profile set one of their own.
-        sizes["max_context"] = _max_context(self.config, self.family, self.name)
+        # Not the field: a scaling of positions changes no size, and where positions set no limit, the engine and a
+        # profile set one of their own.
+        sizes["max_context"] = self.num_positions
         widths = {name: self.config.get(name) or getattr(self, size) for name, size in _WIDTHS.items()}
         more = {name: width for name, width in widths.items() if width != getattr(self, _WIDTHS[name])}
         windows = sorted((window, count) for window, count in self.windows.items() if window is not None)
@@ -425,6 +432,18 @@ def _is_tied(config: Mapping[str, Any], family: str, *, gated: bool) -> bool:
 
 
 def _max_context(config: Mapping[str, Any], family: str, name: str) -> int:
+    """As vLLM's, but for the linear scaling, whose checkpoints state all the positions that they were trained on."""
+    stated = _num_positions(config, family, name)
+    rope = nested(config, "rope_parameters") or nested(config, "rope_scaling")
+    original = "original_max_position_embeddings"
+    pretrained: dict[Any, Any] = {"dynamic": stated, "yarn": config.get(original, rope.get(original))}
+    base = pretrained.get(rope.get("rope_type") or rope.get("type"))
+    if base is None:
+        return stated
+    return _checked("the context of rope_scaling", max(stated, int(base * (rope.get("factor") or 1))), name)
+
+
+def _num_positions(config: Mapping[str, Any], family: str, name: str) -> int:
     if "relative_attention_num_buckets" in config:
         return _RELATIVE_CONTEXT
     return _integer(config, _CONTEXT, name, default=_UNSTATED_CONTEXT.get(family))

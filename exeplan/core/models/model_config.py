@@ -108,7 +108,7 @@ def check_config(config: Config, name: str) -> None:
             if (value := config.get(field)) is not None and not holds(value):
                 raise InputError(f"config of '{name}': {field} must be {what}, found {shown(value)}")
     _check_pattern(config, name)
-    _check_rotary({"rope_theta": config.get("rope_theta")}, name)
+    _check_rotary({field: config.get(field) for field in ("rope_theta", "original_max_position_embeddings")}, name)
     for field in ("rope_scaling", "rope_parameters"):
         if (value := config.get(field)) is not None:
             if not isinstance(value, Mapping):

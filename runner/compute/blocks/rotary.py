@@ -56,7 +56,7 @@ class Rotary:
         self.dtype, self._kernels = dtype, kernels
         exponent = torch.arange(0, dim or spec.head_dim, 2, dtype=torch.float32, device=device) / (dim or spec.head_dim)
         try:
-            self._scaling = _SCALINGS[kind](parameters, exponent, spec.max_context)
+            self._scaling = _SCALINGS[kind](parameters, exponent, spec.num_positions)
         except KeyError as error:
             raise InputError(f"'{spec.name}': rotary scaling '{kind}' lacks {error}") from None
         except (TypeError, ValueError, ZeroDivisionError):
@@ -82,7 +82,7 @@ def rope_parameters(spec: ModelSpec, theta: float) -> dict[str, Any]:
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
     parameters.setdefault("rope_theta", config.get("rope_theta") or theta)
-    parameters.setdefault("original_max_position_embeddings", spec.max_context)
+    parameters.setdefault("original_max_position_embeddings", spec.num_positions)
     if "original_max_position_embeddings" in config:
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     return parameters
@@ -92,30 +92,30 @@ Scaling = Callable[[Tensor], tuple[Tensor, float]]
 """From the lengths `[N]` to frequencies, `[D / 2]` or `[N, D / 2]`, and the factor on cosine and sine."""
 
 
-def _default(parameters: Mapping[str, Any], exponent: Tensor, _max_context: int) -> Scaling:
+def _default(parameters: Mapping[str, Any], exponent: Tensor, _num_positions: int) -> Scaling:
     frequency = 1.0 / parameters["rope_theta"] ** exponent
     return lambda _length_N: (frequency, 1.0)
 
 
-def _linear(parameters: Mapping[str, Any], exponent: Tensor, _max_context: int) -> Scaling:
+def _linear(parameters: Mapping[str, Any], exponent: Tensor, _num_positions: int) -> Scaling:
     frequency = 1.0 / parameters["rope_theta"] ** exponent / parameters["factor"]
     return lambda _length_N: (frequency, 1.0)
 
 
-def _dynamic(parameters: Mapping[str, Any], exponent: Tensor, max_context: int) -> Scaling:
+def _dynamic(parameters: Mapping[str, Any], exponent: Tensor, num_positions: int) -> Scaling:
     """NTK-aware: the base grows with sequences longer than the pretrained context."""
     theta, factor = parameters["rope_theta"], parameters["factor"]
     dim = 2 * len(exponent)
 
     def scale(length_N: Tensor) -> tuple[Tensor, float]:
-        growth_N = factor * length_N.clamp(min=max_context).float() / max_context - (factor - 1)
+        growth_N = factor * length_N.clamp(min=num_positions).float() / num_positions - (factor - 1)
         base_N = theta * growth_N ** (dim / (dim - 2))
         return 1.0 / base_N[:, None] ** exponent, 1.0
 
     return scale
 
 
-def _llama3(parameters: Mapping[str, Any], exponent: Tensor, _max_context: int) -> Scaling:
+def _llama3(parameters: Mapping[str, Any], exponent: Tensor, _num_positions: int) -> Scaling:
     """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
     original = parameters["original_max_position_embeddings"]
     low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
@@ -128,10 +128,10 @@ def _llama3(parameters: Mapping[str, Any], exponent: Tensor, _max_context: int) 
     return lambda _length_N: (scaled, 1.0)
 
 
-def _yarn(parameters: Mapping[str, Any], exponent: Tensor, max_context: int) -> Scaling:
+def _yarn(parameters: Mapping[str, Any], exponent: Tensor, num_positions: int) -> Scaling:
     """High frequencies are kept, low ones interpolated, by their rotations within the pretrained context."""
     original = parameters["original_max_position_embeddings"]
-    factor = parameters.get("factor") or max_context / original
+    factor = parameters.get("factor") or num_positions / original
     theta, dim = parameters["rope_theta"], 2 * len(exponent)
 
     def dimension(rotations: float) -> float:
@@ -159,10 +159,10 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     return grown(above) / grown(below) if above and below else grown(1.0)
 
 
-def _longrope(parameters: Mapping[str, Any], exponent: Tensor, max_context: int) -> Scaling:
+def _longrope(parameters: Mapping[str, Any], exponent: Tensor, num_positions: int) -> Scaling:
     """One factor per dimension within the pretrained context, another beyond it."""
     original = parameters["original_max_position_embeddings"]
-    growth = parameters.get("factor") or max_context / original
+    growth = parameters.get("factor") or num_positions / original
     magnitude = parameters.get("attention_factor")
     if magnitude is None:
         magnitude = math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0

@@ -17,7 +17,7 @@ from exeplan.runner.compute.blocks.experts import ExpertNames, Routing, expert_b
 from exeplan.runner.compute.blocks.latent_attention import latent_attention
 from exeplan.runner.compute.blocks.layers import Block, gated_mlp, integer
 from exeplan.runner.compute.blocks.prenorm_decoder import LAYER, PREFIX, PreNormDecoder, PreNormLayer
-from exeplan.runner.compute.blocks.rotary import Rotary, rope_parameters
+from exeplan.runner.compute.blocks.rotary import Rotary, rope_parameters, scaling_factor
 from exeplan.runner.compute.weights.checkpoint import Weights
 from exeplan.runner.compute.weights.shard import Shard
 
@@ -79,6 +79,8 @@ def _scale(spec: ModelSpec) -> float:
     """With YaRN the temperature of the scores grows by `mscale_all_dim`, which the rotation then leaves out."""
     rope = rope_parameters(spec, _THETA)
     scale: float = spec.head_dim**-0.5
-    if rope["rope_type"] != "default" and rope.get("mscale_all_dim") and rope["factor"] > 1:
-        scale *= (0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1.0) ** 2
+    if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
+        factor = scaling_factor(rope, spec.num_positions)
+        if factor > 1:
+            scale *= (0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0) ** 2
     return scale

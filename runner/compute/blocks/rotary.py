@@ -88,6 +88,12 @@ def rope_parameters(spec: ModelSpec, theta: float) -> dict[str, Any]:
     return parameters
 
 
+def scaling_factor(parameters: Mapping[str, Any], num_positions: int) -> float:
+    """What a scaling stretches the pretrained context by; where it is not stated, to the positions of the config."""
+    stated: float | None = parameters.get("factor")
+    return stated or num_positions / parameters["original_max_position_embeddings"]
+
+
 Scaling = Callable[[Tensor], tuple[Tensor, float]]
 """From the lengths `[N]` to frequencies, `[D / 2]` or `[N, D / 2]`, and the factor on cosine and sine."""
 
@@ -131,7 +137,7 @@ def _llama3(parameters: Mapping[str, Any], exponent: Tensor, _num_positions: int
 def _yarn(parameters: Mapping[str, Any], exponent: Tensor, num_positions: int) -> Scaling:
     """High frequencies are kept, low ones interpolated, by their rotations within the pretrained context."""
     original = parameters["original_max_position_embeddings"]
-    factor = parameters.get("factor") or num_positions / original
+    factor = scaling_factor(parameters, num_positions)
     theta, dim = parameters["rope_theta"], 2 * len(exponent)
 
     def dimension(rotations: float) -> float:
@@ -162,7 +168,7 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
 def _longrope(parameters: Mapping[str, Any], exponent: Tensor, num_positions: int) -> Scaling:
     """One factor per dimension within the pretrained context, another beyond it."""
     original = parameters["original_max_position_embeddings"]
-    growth = parameters.get("factor") or num_positions / original
+    growth = scaling_factor(parameters, num_positions)
     magnitude = parameters.get("attention_factor")
     if magnitude is None:
         magnitude = math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0

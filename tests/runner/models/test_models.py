@@ -248,14 +248,22 @@ def test_old_and_new_spelling_of_rotary_settings_mean_the_same(case):
     scaling = dict(new["rope_parameters"])
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling | {"type": scaling.pop("rope_type")}}
+    assert torch.equal(dummy_logits(old), dummy_logits(new))
+
+
+@pytest.mark.parametrize("case", ["llama-yarn", "deepseek_v2"])
+def test_a_yarn_factor_that_is_left_out_stretches_to_the_positions_of_the_config(case):
+    config = {**CASES[case], "model_type": case.split("-")[0]}
+    scaling = {key: value for key, value in config["rope_parameters"].items() if key != "factor"}
+    assert torch.equal(dummy_logits({**config, "rope_parameters": scaling}), dummy_logits(config))
+
+
+def dummy_logits(config: dict[str, object]) -> torch.Tensor:
+    """Of a prompt, with random weights."""
+    spec = model_spec(config, name="tiny")
+    runner = ModelRunner(spec, dtype="float32", device="cpu", num_blocks=4, dummy_weights=True)
     sequence = SequenceState(request_id="a", num_prompt_tokens=50, max_output_tokens=1, num_blocks=4)
-    logits = [
-        ModelRunner(
-            model_spec(config, name="tiny"), dtype="float32", device="cpu", num_blocks=4, dummy_weights=True
-        ).forward(Batch(prefill=(sequence,)), {"a": prompt(50, seed=0)})
-        for config in (old, new)
-    ]
-    assert torch.equal(*logits)
+    return runner.forward(Batch(prefill=(sequence,)), {"a": prompt(50, seed=0)})
 
 
 def test_random_weights_of_one_seed_are_equal():

@@ -1,10 +1,12 @@
 """Weights: read from safetensors, or random for a model without a checkpoint.
 
-Standard: a Hugging Face directory holds `model.safetensors`, or shards named by `model.safetensors.index.json`.
+Standard: a Hugging Face directory holds `model.safetensors`, or shards named by `model.safetensors.index.json`; of both
+the first is read, as by transformers.
 Pickled checkpoints (*.bin, *.pt) are refused, because reading one can run code. No code of a checkpoint is imported.
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +33,7 @@ from exeplan.runner.compute.weights.shard import ShardRange
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
+log = logging.getLogger(__name__)
 
 OnRead = Callable[[int], None]
 """Called after each tensor with the bytes taken so far."""
@@ -238,9 +240,11 @@ def _index(shape: Sequence[int | ShardRange]) -> tuple[slice, ...]:
 
 def _find_tensors(directory: Path) -> dict[str, Path]:
     """The file of every tensor name."""
-    if (directory / INDEX).is_file():
+    whole, has_index = directory / "model.safetensors", (directory / INDEX).is_file()
+    if has_index and not whole.is_file():
         return _read_index(directory)
-    whole = directory / "model.safetensors"
+    if has_index:
+        log.warning("%s is read, and not the shards that %s names", whole, INDEX)
     files = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
     if not files:
         raise InputError(_no_safetensors(directory))

@@ -50,6 +50,14 @@ def test_shards_give_the_same_model_as_one_file(tmp_path):
     assert torch.equal(logits(tmp_path / "whole"), logits(tmp_path / "shards"))
 
 
+def test_one_file_wins_over_an_index_that_was_left_behind(tmp_path, tensors, caplog):
+    save_file(tensors, tmp_path / "model.safetensors")
+    save_file({"model.weight": torch.zeros(2, 3)}, tmp_path / "old.safetensors")
+    write_index(tmp_path, {"model.weight": "old.safetensors"})
+    assert torch.equal(read(tmp_path).take("model.weight", 2, 3), tensors["model.weight"])
+    assert "model.safetensors is read, and not the shards that model.safetensors.index.json names" in caplog.text
+
+
 def test_a_checkpoint_of_the_bare_model_has_the_names_without_prefix(tmp_path):
     model = LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": True}))
     model.save_pretrained(tmp_path / "causal")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, meta
 from jinja2.ext import Extension
@@ -44,11 +44,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 class ChatTemplate:
     """A compiled template. Raises InputError when it is not valid Jinja.
 
-    `special_tokens` are the variables that it may use, such as `bos_token`.
+    `special_tokens` are the variables that it may use, such as `bos_token`; conversations with tools are rendered by
+    the template `tool_source`, where there is one.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, *, tool_source: str | None = None
+    ) -> None:
         self.source = source
+        self._for_tools = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
@@ -60,14 +64,17 @@ class ChatTemplate:
         self._reserved = {"messages", *self._variables, *environment.globals}
         try:
             self._template = environment.from_string(source)
-            self.variables = meta.find_undeclared_variables(environment.parse(source))
-            """Those that it uses and does not always set itself."""
+            used = meta.find_undeclared_variables(environment.parse(source))
         except (TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
             raise InputError(f"the model's chat template is not valid: {error}") from None
-        self.takes_tools = "tools" in self.variables
-        self.tool_format = tool_format(source) if self.takes_tools else None
+        takes_tools = "tools" in used
+        own_format = tool_format(source) if takes_tools else None
+        self.takes_tools: bool = self._for_tools.takes_tools if self._for_tools else takes_tools
+        self.tool_format: str | None = self._for_tools.tool_format if self._for_tools else own_format
+        self.variables: set[str] = used | (self._for_tools.variables if self._for_tools else set())
+        """Those that it, or the one for tools, uses and does not always set itself."""
         """Of the calls that it asks the model for; None where it is not known."""
-        self.has_channels = self.tool_format == "harmony"
+        self.has_channels = own_format == "harmony"
         """Whether every output is in that format, also without a call."""
 
     def render(
@@ -81,6 +88,9 @@ class ChatTemplate:
 
         `variables` are the client's own, such as `enable_thinking`; `tools` are functions in OpenAI's form.
         """
+        about_tools = any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
+        if self._for_tools and (tools or about_tools):
+            return self._for_tools.render(messages, variables, tools=tools)
         given = variables or {}
         if taken := self._reserved.intersection(given):
             raise InputError(f"chat_template_kwargs must not set '{min(taken)}', which the server or the template has")
@@ -118,15 +128,32 @@ def tool_format(source: str) -> str | None:
     return next((name for name, words in _TOOL_WORDS if all(word in source for word in words)), None)
 
 
-def find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The template's source: chat_template.jinja, else the tokenizer's config (its 'default' if it has several)."""
-    if (directory / "chat_template.jinja").is_file():
-        return read_text(directory / "chat_template.jinja")
+class ChatTemplates(NamedTuple):
+    """The sources of a model's templates."""
+
+    source: str
+    tool_source: str | None
+    """Of the one named `tool_use`."""
+
+
+def find_chat_templates(directory: Path, config: Mapping[str, Any]) -> ChatTemplates | None:
+    """Those of the tokenizer's config, or in their places chat_template.jinja (which is named `default`) and
+    additional_chat_templates/tool_use.jinja; None for none. Without a default the first is taken for it.
+    """
     found = config.get("chat_template")
     if isinstance(found, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
-        found = by_name.get("default", next(iter(by_name.values()), None))
-    return found if isinstance(found, str) else None
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
+    else:
+        named = {"default": found}
+    files = {
+        "default": directory / "chat_template.jinja",
+        "tool_use": directory / "additional_chat_templates" / "tool_use.jinja",
+    }
+    named |= {name: read_text(path) for name, path in files.items() if path.is_file()}
+    sources = {name: source for name, source in named.items() if isinstance(source, str) and source}
+    if not sources:
+        return None
+    return ChatTemplates(sources.get("default", next(iter(sources.values()))), sources.get("tool_use"))
 
 
 def _refuse(message: str) -> NoReturn:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from exeplan.core.models.model import ModelSpec
 from exeplan.errors import InputError
 from exeplan.files import read_json, read_text
-from exeplan.runner.engine.chat_template import ChatTemplate, find_chat_template
+from exeplan.runner.engine.chat_template import ChatTemplate, find_chat_templates
 from exeplan.runner.engine.text_stream import BROKEN, TextStream
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class Tokenizer:
         config = _read_optional(spec.directory / "tokenizer_config.json")
         named = {**_read_optional(spec.directory / "special_tokens_map.json"), **config}
         tokens = {name: token for name in _SPECIAL_NAMES if (token := _token(named.get(name)))}
-        source = find_chat_template(spec.directory, config)
-        template = ChatTemplate(source, tokens) if source else None
+        sources = find_chat_templates(spec.directory, config)
+        template = ChatTemplate(sources.source, tokens, tool_source=sources.tool_source) if sources else None
         return cls(_read_codec(spec.directory, config, tokens), template, tokens)
 
     @property

@@ -206,6 +206,28 @@ def test_the_default_one_of_named_templates_is_taken(tmp_path):
     assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "yes"
 
 
+@pytest.mark.parametrize("where", ["config", "files"])
+def test_the_template_for_tools_is_taken_where_a_conversation_has_them(where, tmp_path):
+    source = "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}{{ messages | length }}"
+    if where == "config":
+        named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": source}]
+    else:
+        named = "not read"
+        (tmp_path / "chat_template.jinja").write_text("plain")
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(source)
+    tokenizer = with_template(tmp_path, named)
+    tool = {"type": "function", "function": {"name": "look"}}
+    answered = [*MESSAGES, {"role": "tool", "content": "3"}]
+    called = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [tool]}]
+    given = [(MESSAGES, None), (MESSAGES, [tool]), (answered, None), (called, None)]
+    texts = [tokenizer.decode(tokenizer.encode_chat(messages, tools=tools)) for messages, tools in given]
+    assert texts == ["plain", "<tool_call>look2", "3", "3"]
+    assert (tokenizer.chat_template.takes_tools, tokenizer.chat_template.tool_format) == (True, "hermes")
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert theirs.apply_chat_template(MESSAGES, tools=[tool], tokenize=False) == texts[1]
+
+
 def test_a_template_knows_the_date(tmp_path):
     tokenizer = with_template(tmp_path, "{{ strftime_now('%Y-%m-%d') }}")
     before = date.today().isoformat()

@@ -1,7 +1,7 @@
 """Tokenizer: text to token ids and back, as the files of a model directory define it; runs no code of the checkpoint.
 
-It is read from tokenizer.json, or from vocab.json and merges.txt (byte-level BPE, GPT-2, OPT). A shipped model has
-neither and works on bytes. A model without a tokenizer still serves prompts of token ids.
+It is read from tokenizer.json, or from vocab.json and merges.txt where they are of GPT-2's tokenizer (GPT-2, OPT). A
+shipped model has neither and works on bytes. A model without a tokenizer still serves prompts of token ids.
 Not here: SentencePiece's tokenizer.model; transformers writes a tokenizer.json for it when it saves the tokenizer.
 """
 
@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from exeplan.core.models.model import ModelSpec
-from exeplan.errors import InputError
+from exeplan.errors import InputError, shown
 from exeplan.files import read_json, read_text
 from exeplan.runner.engine.chat_template import ChatTemplate, find_chat_templates
 from exeplan.runner.engine.text_stream import BROKEN, TextStream
@@ -372,7 +372,16 @@ def _parse(path: Path) -> HuggingFaceTokenizer:
 
 
 def _byte_level_bpe(directory: Path, config: Mapping[str, Any], tokens: Mapping[str, str]) -> HuggingFaceTokenizer:
-    """GPT-2's tokenizer from its two files, with the tokens that other files add."""
+    """GPT-2's tokenizer from its two files, with the tokens that other files add.
+
+    Raises InputError for one that splits texts by other rules, which these files do not say.
+    """
+    kind = config.get("tokenizer_class")
+    if kind is not None and not str(kind).startswith("GPT2"):
+        raise InputError(
+            f"{directory}/vocab.json and merges.txt do not say how {shown(kind)} splits a text; write a tokenizer.json "
+            "with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        )
     files = str(directory / "vocab.json"), str(directory / "merges.txt")
     model = _called(lambda: models.BPE.from_file(*files), f"{directory}/vocab.json and merges.txt are not a tokenizer")
     tokenizer = HuggingFaceTokenizer(model)

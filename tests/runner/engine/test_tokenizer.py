@@ -121,6 +121,14 @@ def test_vocab_and_merges_suffice(tmp_path):
     assert ours.eos_token_ids == (trained.token_to_id("</s>"),)
 
 
+@pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "RobertaTokenizerFast"])
+def test_vocab_and_merges_of_another_tokenizer_are_refused(kind, tmp_path):
+    byte_level().model.save(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    with pytest.raises(InputError, match=f"merges.txt do not say how {kind} splits a text; write a tokenizer.json"):
+        load(tmp_path)
+
+
 def test_a_shipped_model_works_on_bytes():
     assert SHIPPED.encode("aé") == [256, 97, 0xC3, 0xA9]
     assert SHIPPED.decode([256, 97, 0xC3, 0xA9, 257, 280]) == "aé<280>"

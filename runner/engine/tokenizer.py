@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from exeplan.core.models.generation_config import generation_config
 from exeplan.core.models.model import ModelSpec
 from exeplan.errors import InputError, shown
 from exeplan.files import read_json, read_text
@@ -313,8 +314,7 @@ def _spaces(replacement: str) -> dict[str, Any]:
 
 def eos_token_ids(spec: ModelSpec) -> tuple[int, ...]:
     """The tokens that end an output, by generation_config.json, else by the model's config; none where neither says."""
-    generation = _read_optional(spec.directory / "generation_config.json") if spec.directory else {}
-    for config in (generation, spec.config):
+    for config in (generation_config(spec), spec.config):
         found = config.get("eos_token_id")
         token_ids: list[Any] = found if isinstance(found, list) else [found]
         if token_ids and all(isinstance(token_id, int) for token_id in token_ids):

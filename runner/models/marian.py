@@ -8,6 +8,7 @@ Source: Vaswani et al. 2017; Junczys-Dowmunt et al. 2018 (Marian). TCB measures 
 (`plans/models/tcb-transformer.yaml`). Not here: two vocabularies, and Marian's variants with norms before the blocks.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
@@ -15,8 +16,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from exeplan.core.models.generation_config import generation_setting
 from exeplan.core.models.model import ModelSpec
-from exeplan.errors import InputError
+from exeplan.errors import InputError, shown
 from exeplan.runner.compute.blocks.cross_attention import CrossAttention
 from exeplan.runner.compute.blocks.layers import (
     MLP,
@@ -43,6 +45,7 @@ EMBEDDING, HEAD, HEAD_BIAS, LAYER = "model.shared.weight", "lm_head.weight", "fi
 """Within a layer: self_attn.{q,k,v,out}_proj, fc1, fc2, self_attn_layer_norm, final_layer_norm; in the decoder's also
 encoder_attn.{q,k,v,out}_proj and encoder_attn_layer_norm."""
 _WAVELENGTH = 10000.0
+log = logging.getLogger(__name__)
 
 
 class Model:
@@ -63,6 +66,7 @@ class Model:
             self.positions_PE = sinusoids(spec.max_context, spec.hidden_size).to(weights.device, weights.dtype)
         if around.last:
             self.head_bias_V = weights.take(HEAD_BIAS, 1, spec.vocab_size)[0]
+            self.head_bias_V[_bad_tokens(spec)] = -torch.inf
 
     def embed(self, token_N: Tensor, position_N: Tensor) -> Tensor:
         return self.vocabulary.embed(token_N).mul(self.scale).add_(self.positions_PE[position_N])
@@ -141,6 +145,17 @@ def _feed_forward(spec: ModelSpec, weights: Weights, shard: Shard, name: str, wi
     down = partial_linear(weights, f"{name}.fc2", size, inner, group, bias=True)
     mlp = MLP(up, down, activation(weights.kernels, spec.config.get("activation_function", "gelu")))
     return summed(mlp, group), LayerNorm(weights, f"{name}.final_layer_norm", size)
+
+
+def _bad_tokens(spec: ModelSpec) -> list[int]:
+    """Tokens that no output has, as with transformers: `bad_words_ids` of one token, but for ends of a sequence."""
+    words, ends = generation_setting(spec, "bad_words_ids") or [], generation_setting(spec, "eos_token_id")
+    if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
+        raise InputError(f"'{spec.name}': bad_words_ids must be lists of token ids in a list, found {shown(words)}")
+    if any(len(word) > 1 for word in words):
+        log.warning("'%s': bad_words_ids of several tokens are not kept out of outputs", spec.name)
+    bad = {word[0] for word in words if len(word) == 1 and type(word[0]) is int and 0 <= word[0] < spec.vocab_size}
+    return [token for token in sorted(bad) if token not in (ends if isinstance(ends, list) else [ends])]
 
 
 def _check(spec: ModelSpec) -> None:

@@ -1,6 +1,8 @@
 """Marian gives the greedy tokens of transformers' `generate`, on one device, on shards, and under every policy."""
 
 import functools
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -138,6 +140,27 @@ def test_preempted_requests_are_recomputed(checkpoint):
     assert engine.num_preemptions > 0
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_bad_words_of_one_token_are_in_no_output(file, checkpoint, tmp_path, caplog):
+    """But for the end of a sequence, which transformers does not take for one."""
+    model, directory = checkpoint("plain")
+    requests, plain = requests_of(model)
+    bad = plain[1][0]
+    end = next(token for token in plain[9] if token != bad)
+    assert sum(bad in output for output in plain) > 1
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    stated = json.loads((tmp_path / file).read_text()) | {"eos_token_id": end}
+    (tmp_path / file).write_text(json.dumps(stated | {"bad_words_ids": [[bad], [end], [VOCAB], [1, 2]]}))
+    settings = {"do_sample": False, "use_cache": False, "bad_words_ids": [[bad], [end]], "eos_token_id": end}
+    expected = [
+        model.generate(torch.tensor([ids]), max_new_tokens=count, **settings)[0, 1:].tolist() for ids, count in requests
+    ]
+    runner = ModelRunner(load_model_spec(str(tmp_path)), num_blocks=64)
+    assert serve(runner, SCHEDULES["orca"], requests)[0] == expected
+    assert not any(bad in output for output in expected)
+    assert "bad_words_ids of several tokens are not kept out of outputs" in caplog.text
+
+
 def test_two_ranks_equal_generate(checkpoint):
     model, directory = checkpoint("untied-swish")
     requests, expected = requests_of(model)
@@ -173,6 +196,7 @@ def test_shipped_shapes_are_the_papers():
     [
         ({"share_encoder_decoder_embeddings": False}, "'tiny' has two vocabularies"),
         ({"normalize_before": True}, "'tiny' sets normalize_before, which is not supported"),
+        ({"bad_words_ids": 3}, "'tiny': bad_words_ids must be lists of token ids in a list, found 3"),
         ({"encoder_attention_heads": 2}, "'tiny' has 2 heads in its encoder and 4 in its decoder"),
     ],
 )

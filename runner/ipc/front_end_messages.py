@@ -33,6 +33,7 @@ class FrontEndOptions(Part, frozen=True):
     drain_seconds: float
     model_name: str
     metrics_aliases: str | None
+    sampling_defaults: Mapping[str, int | float]
     log_format: str
     log_level: str
 

@@ -465,6 +465,8 @@ class ReaderSetup(Message, frozen=True):
     model: ModelSource
     served_name: str
     """What clients call the model."""
+    sampling_defaults: Mapping[str, int | float] = {}
+    """Of fields that a request leaves out, where they are not those of `SamplingParams`."""
 
 
 class ReadGeneration(Message, frozen=True):

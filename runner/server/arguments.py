@@ -49,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: queue)",
     )
     parser.add_argument(
+        "--generation-config",
+        default="auto",
+        metavar="MODE",
+        help="auto (default): sampling defaults, for fields that a request leaves out, are those of the model's "
+        "generation_config.json; none: they are not",
+    )
+    parser.add_argument(
         "--request-timeout",
         default="10min",
         metavar="TIME",
@@ -141,6 +148,7 @@ def run_server(args: argparse.Namespace) -> int:
         api_keys=args.api_keys,
         max_queue=args.max_queue,
         admission=args.admission,
+        generation_config=args.generation_config,
         request_seconds=seconds(args.request_timeout, "--request-timeout"),
         cors_origins=tuple(args.cors_origin),
         allowed_hosts=tuple(args.allowed_host),

@@ -12,6 +12,7 @@ from exeplan.runner.server.network.hosts import check_host_name
 from exeplan.runner.server.observation.metrics import ALIASES
 
 ADMISSIONS = ("queue", "refuse-late")
+GENERATION_CONFIGS = ("auto", "none")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -30,6 +31,8 @@ class ServeOptions:
     """Sequences that may wait for their prefill; None derives it from the plan."""
     admission: str = "queue"
     """`refuse-late` also refuses requests that would exceed the plan's bounds, the wait included."""
+    generation_config: str = "auto"
+    """`auto` takes sampling defaults from the model's generation_config.json, `none` takes none from it."""
     request_seconds: float = 600.0
     """Timeout of a request."""
     cors_origins: tuple[str, ...] = ()
@@ -97,6 +100,7 @@ class ServeOptions:
             raise InputError(f"--metrics-aliases must be {', '.join(ALIASES)}, found '{self.metrics_aliases}'")
         for name, value, known in (
             ("--admission", self.admission, ADMISSIONS),
+            ("--generation-config", self.generation_config, GENERATION_CONFIGS),
             ("--replan", self.replan, MODES),
             ("--log-format", self.log_format, LOG_FORMATS),
             ("--log-level", self.log_level, LOG_LEVELS),

@@ -46,6 +46,7 @@ from exeplan.runner.server.notify import notify
 from exeplan.runner.server.options import ServeOptions
 from exeplan.runner.server.read_again import read_again
 from exeplan.runner.server.routes import build_app, build_views
+from exeplan.runner.server.sampling_defaults import sampling_defaults
 from exeplan.runner.server.scaler import Limits, Scaler, limits_of
 from exeplan.runner.server.service import Service, few_at_once, summary
 
@@ -63,6 +64,10 @@ def serve(
     """
     logs.configure(options.log_format, options.log_level)
     plan = with_utilization(plan, options.gpu_memory_utilization)
+    defaults = sampling_defaults(spec) if options.generation_config == "auto" else {}
+    if defaults:
+        stated = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        log.info("sampling defaults of generation_config.json, for fields that a request leaves out: %s", stated)
     max_queue = options.max_queue or default_max_queue(plan)
     admission = Admission(plan, max_queue=max_queue, refuse_late=options.admission == "refuse-late")
     tokenizer = Tokenizer.load(spec)
@@ -94,6 +99,7 @@ def serve(
                 request_seconds=options.request_seconds,
                 plan_file=options.plan_file,
                 metrics_aliases=options.metrics_aliases,
+                sampling_defaults=defaults,
             )
             service.clients.count_from_now(keys.clients)
             if limits and isinstance(engine, ReplicaSet):
@@ -221,6 +227,7 @@ def _front_ends(service: Service, keys: ApiKeys, options: ServeOptions) -> Front
                 drain_seconds=options.drain_seconds,
                 model_name=service.model_name,
                 metrics_aliases=options.metrics_aliases,
+                sampling_defaults=service.sampling_defaults,
                 log_format=options.log_format,
                 log_level=options.log_level,
             ),

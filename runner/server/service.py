@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from msgspec.structs import replace as with_fields
@@ -52,6 +53,7 @@ from exeplan.runner.server.openai.responses import ChatBuilder, CompletionBuilde
 from exeplan.runner.server.openai.text_offsets import TokenTexts
 from exeplan.runner.server.scaler import Scaler
 
+_NO_DEFAULTS: Mapping[str, float] = MappingProxyType({})
 RETRY_LOADING = 5
 """Retry-After, in seconds, while workers load, and where an engine or the server has ended."""
 
@@ -86,10 +88,12 @@ class Service:
         request_seconds: float,
         plan_file: Path | None = None,
         metrics_aliases: str | None = None,
+        sampling_defaults: Mapping[str, float] = _NO_DEFAULTS,
     ) -> None:
         self.engine, self.tokenizer, self.admission = engine, tokenizer, admission
         self.plan, self.spec, self.model_name = plan, spec, model_name
         self.request_seconds, self.plan_file = request_seconds, plan_file
+        self.sampling_defaults = sampling_defaults
         self.ended = False
         """Whether requests are refused that were read before a drain began."""
         self._draining = asyncio.Event()
@@ -109,7 +113,8 @@ class Service:
         self.token_texts = TokenTexts(tokenizer)
         self.rendering = asyncio.Lock()
         """Held while a thread renders an answer: one at a time, as each takes turns with the event loop."""
-        self._readers = Readers(ReaderSetup(model=model_source(spec), served_name=model_name))
+        setup = ReaderSetup(model=model_source(spec), served_name=model_name, sampling_defaults=sampling_defaults)
+        self._readers = Readers(setup)
         self._readers.start()
 
     @property

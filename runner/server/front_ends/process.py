@@ -135,6 +135,7 @@ class _FrontEnd:
             model_name=options.model_name,
             request_seconds=options.request_seconds,
             metrics_aliases=options.metrics_aliases,
+            sampling_defaults=options.sampling_defaults,
         )
 
 

@@ -70,6 +70,7 @@ class Reader:
         directory = None if source.directory is None else Path(source.directory)
         self._spec = model_spec(source.config, name=source.name, directory=directory)
         self._served, self._tokenizer = setup.served_name, Tokenizer.load(self._spec)
+        self._sampling_defaults = setup.sampling_defaults
         self._vocabulary: LLTokenizer | None = None
         """Made for the first request with a grammar."""
 
@@ -88,7 +89,8 @@ class Reader:
                 assert_never(command)
 
     def _generation(self, command: ReadGeneration) -> Generate:
-        request, params = parse(ChatRequest if command.chat else CompletionRequest, command.body)
+        kind = ChatRequest if command.chat else CompletionRequest
+        request, params = parse(kind, command.body, self._sampling_defaults)
         self._check_model(request.model)
         prompts = self._prompts(request, command.max_tokens)
         for prompt in prompts:

@@ -14,6 +14,7 @@ change the queue.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
@@ -44,6 +45,7 @@ MAX_REGEX_CHARS = 16_384
 MAX_OUTPUT_CHOICES = 1024
 MAX_DEADLINE = 86_400.0
 MAX_WEIGHT = 1e6
+_NO_DEFAULTS: Mapping[str, float] = MappingProxyType({})
 _SAMPLING_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
@@ -282,9 +284,10 @@ class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
             message = f"{self.structure.param} ends an output when it is complete, which ignore_eos excludes"
             raise RequestError(message, param="ignore_eos")
 
-    def sampling_params(self) -> SamplingParams:
-        """Raises RequestError where two fields contradict each other."""
+    def sampling_params(self, defaults: Mapping[str, float] = _NO_DEFAULTS) -> SamplingParams:
+        """`defaults` are of fields that are left out. Raises RequestError where two fields contradict each other."""
         given = self.model_dump(include=set(Sampling.model_fields))
+        given |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
         given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         given["logit_bias"] = _by_token_id(self.logit_bias)
         given["max_tokens"] = self.output_limit
@@ -317,8 +320,13 @@ def _by_token_id(biases: Mapping[str, float]) -> dict[int, float]:
 Request = TypeVar("Request", bound=GenerationRequest)
 
 
-def parse(kind: type[Request], body: bytes) -> tuple[Request, SamplingParams]:
-    """The request in this body, and how to sample. Raises RequestError that names field, value and limit."""
+def parse(
+    kind: type[Request], body: bytes, defaults: Mapping[str, float] = _NO_DEFAULTS
+) -> tuple[Request, SamplingParams]:
+    """The request in this body, and how to sample, with the model's own `defaults` of fields that are left out.
+
+    Raises RequestError that names field, value and limit.
+    """
     request = check(kind, read_object(body))
     request.check_together()
-    return request, request.sampling_params()
+    return request, request.sampling_params(defaults)

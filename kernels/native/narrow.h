@@ -111,15 +111,17 @@ NARROW static void to_digits(const void *job, long from, long to) {
     for (long row = from; row < to; row++) {
         const uint16_t *halves = (const uint16_t *)in->x + row * in->x_stride;
         const float *floats = (const float *)in->x + row * in->x_stride;
-        __m512 most = _mm512_setzero_ps();
+        __m512i most = _mm512_setzero_si512(); /* As integers, of which a NaN is the largest: it becomes the scale. */
 #define LOAD(at, mask)                                                                                                 \
     (in->half ? (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, halves + (at))), 16)    \
               : _mm512_maskz_loadu_ps(mask, floats + (at)))
 #define MASK(at) (in->inputs - (at) >= LANES_ ? 0xffff : (1 << (in->inputs - (at))) - 1)
         for (long c = 0; c < in->inputs; c += LANES_)
-            most = _mm512_max_ps(most, _mm512_abs_ps(LOAD(c, MASK(c))));
-        float largest = _mm512_reduce_max_ps(most);
-        float scale = (largest > 1e-30f ? largest : 1e-30f) / LARGEST;
+            most = _mm512_max_epu32(most, (__m512i)_mm512_abs_ps(LOAD(c, MASK(c))));
+        uint32_t bits = _mm512_reduce_max_epu32(most);
+        float largest;
+        memcpy(&largest, &bits, 4);
+        float scale = (largest < 1e-30f ? 1e-30f : largest) / LARGEST;
         in->row_scale[row] = scale;
         int32_t *total = in->total + row * in->digits * in->groups;
         memset(total, 0, in->digits * in->groups * 4);

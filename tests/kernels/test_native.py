@@ -134,6 +134,18 @@ def test_products_of_integers_are_exact_for_the_digits(rows, outputs, groups, fo
     torch.testing.assert_close(found.double() / (1 + size), expected / (1 + size), **close)
 
 
+@pytest.mark.skipif(not native.multiplies_integers(), reason="a processor without AVX-512 VNNI")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_integers_and_what_is_no_number_are_none(dtype):
+    """Wherever in the row it is, and of that row alone."""
+    value, scale = torch.randint(0, 256, (40, 70), dtype=torch.uint8), torch.rand(40, 1)
+    x = torch.randn(5, 70).to(dtype)
+    x[0, 3], x[2, 69], x[4, 17] = math.nan, math.nan, math.inf
+    found = native.linear_integers(x, native.pack_integers(value, scale, torch.full((40, 1), 128.0), 8), None, digits=2)
+    assert found.isnan().all(1).tolist()[:4] == [True, False, True, False]
+    assert found.isfinite().all(1).tolist() == [False, True, False, True, False]
+
+
 @pytest.mark.skipif(native.TILES not in native.ways_of_integers(), reason="a processor without AMX")
 @given(
     rows=st.integers(1, 200),

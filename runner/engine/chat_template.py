@@ -71,9 +71,9 @@ class ChatTemplate:
         own_format = tool_format(source) if takes_tools else None
         self.takes_tools: bool = self._for_tools.takes_tools if self._for_tools else takes_tools
         self.tool_format: str | None = self._for_tools.tool_format if self._for_tools else own_format
+        """Of the calls that it asks the model for; None where it is not known."""
         self.variables: set[str] = used | (self._for_tools.variables if self._for_tools else set())
         """Those that it, or the one for tools, uses and does not always set itself."""
-        """Of the calls that it asks the model for; None where it is not known."""
         self.has_channels = own_format == "harmony"
         """Whether every output is in that format, also without a call."""
 

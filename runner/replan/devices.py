@@ -66,7 +66,7 @@ class Proposals(Protocol):
 
     async def carry_out(self, replanned: Replanned, switch: Callable[[], Awaitable[PlanSwitched]]) -> Replanned: ...
 
-    def withdraw(self, source: str) -> None: ...
+    def withdraw(self, replanned: Replanned) -> bool: ...
 
     def note_devices(self, devices: FewerDevices | None) -> None: ...
 
@@ -94,6 +94,8 @@ class DeviceFollower:
         self._reduced: dict[int, _Reduced] = {}
         self._waiting: dict[int, str] = {}
         """What is said of replicas that wait for devices, by number."""
+        self._proposed: dict[int, Replanned] = {}
+        """By number: what was last proposed of a replica; one that was proposed of another may have its place."""
         self._following: dict[int, asyncio.Task[None]] = {}
         self._changed: dict[int, asyncio.Event] = {}
         """By number: set when the devices of a replica have changed since they were last looked at."""
@@ -117,6 +119,7 @@ class DeviceFollower:
         self._first = plan
         self._reduced.clear()
         self._waiting.clear()
+        self._proposed.clear()
         self._say()
 
     def _client(self, number: int) -> EngineClient | None:
@@ -146,15 +149,32 @@ class DeviceFollower:
     def _settle(self, number: int) -> None:
         """A replica no longer waits for devices, so that no plan without them is of use."""
         if self._waiting.pop(number, None) is not None:
-            self._proposals.withdraw("devices")
+            self._withdraw(number)
             self._say()
+
+    async def _propose(self, number: int, replanned: Replanned, carry_out: CarryOut) -> None:
+        self._proposed[number] = replanned
+        await self._proposals.propose(replanned, carry_out)
+
+    def _withdraw(self, number: int) -> None:
+        """Drops what was proposed of a replica."""
+        replanned = self._proposed.pop(number, None)
+        if replanned and self._proposals.withdraw(replanned):
+            self._have_others_propose(number)
+
+    def _have_others_propose(self, number: int) -> None:
+        """Has the replicas but this one propose again: its proposal may have taken the place of theirs, and theirs be
+        of a plan that is no longer the active one."""
+        back = [other for other in self._reduced if (client := self._client(other)) and client.back]
+        for other in {*self._waiting, *back} - {number}:
+            self._change(other)
 
     async def _replan_for_left(self, number: int, client: EngineClient, left: DevicesLeft) -> None:
         found = await self._find(number, left)
         if client.left != left:
             return
         if isinstance(found, str):
-            self._proposals.withdraw("devices")
+            self._withdraw(number)
             self._waiting[number] = f"{found}; replica {number} waits for its devices"
             log.warning("%s", self._waiting[number])
             self._say()
@@ -162,7 +182,7 @@ class DeviceFollower:
         self._waiting[number] = f"{found.verdict}; it waits for its devices until this plan is accepted"
         self._say()
         replanned = self._describe(number, found)
-        await self._proposals.propose(replanned, partial(self._fall_back, number, found, left))
+        await self._propose(number, replanned, partial(self._fall_back, number, found, left))
 
     async def _find(self, number: int, left: DevicesLeft) -> LeftPlanned | str:
         """What the planner says of these devices; a sentence where it has no plan."""
@@ -207,9 +227,19 @@ class DeviceFollower:
 
         if client := self._client(number):
             client.refuse_switch()
-        replanned = await self._proposals.carry_out(replanned, switch)
-        for other in self._waiting:  # What was proposed of them is no change of the plan that is active now.
-            self._change(other)
+        return await self._carry_out(number, replanned, switch)
+
+    async def _carry_out(
+        self, number: int, replanned: Replanned, switch: Callable[[], Awaitable[PlanSwitched]]
+    ) -> Replanned:
+        """Carries out what was proposed of a replica, and has the others propose again."""
+        try:
+            replanned = await self._proposals.carry_out(replanned, switch)
+        except (InputError, EngineError):
+            if self._proposals.state.mode != "auto":  # There they might fail by turns, without end.
+                self._have_others_propose(number)
+            raise
+        self._have_others_propose(number)
         return replanned
 
     def _reduce(self, number: int, found: LeftPlanned, left: DevicesLeft) -> EngineSetup:
@@ -256,7 +286,7 @@ class DeviceFollower:
                     await changed.wait()
             if changed.is_set():
                 return
-            await self._proposals.propose(self._describe(number, None), partial(self._go_back, number))
+            await self._propose(number, self._describe(number, None), partial(self._go_back, number))
             if self._proposals.state.mode != "auto":
                 return
             if number in self._reduced:
@@ -277,7 +307,7 @@ class DeviceFollower:
             self._say()
             return switched
 
-        return await self._proposals.carry_out(replanned, switch)
+        return await self._carry_out(number, replanned, switch)
 
     def _say(self) -> None:
         """Sets what the service's state shows."""

@@ -182,10 +182,12 @@ class Replanner:
             with contextlib.suppress(InputError, EngineError):  # It has been logged, and the old plan stays active.
                 await self.accept()
 
-    def withdraw(self, source: str) -> None:
-        """Drops what this source has proposed."""
-        if self.state.proposed and self.state.proposed.source == source:
-            self._set(proposed=None)
+    def withdraw(self, replanned: Replanned) -> bool:
+        """Drops this proposal; False where it does not wait, or another one has taken its place."""
+        if self.state.proposed is not replanned:
+            return False
+        self._set(proposed=None)
+        return True
 
     def note_devices(self, devices: FewerDevices | None) -> None:
         """What replicas that have lost devices do."""

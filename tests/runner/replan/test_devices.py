@@ -19,7 +19,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan, single_plans
 from exeplan.core.profile import Profile, save_profile
-from exeplan.core.schedule import Estimate, Schedule, Stage
+from exeplan.core.schedule import Estimate, Schedule, Stage, num_devices
 from exeplan.drift.state import Rules
 from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
@@ -298,6 +298,50 @@ def test_with_advise_a_plan_for_the_devices_left_waits_to_be_accepted_and_goes_w
         assert replanner.state.plan == plan
 
     serving(plan, lose_and_find, mode="advise")
+
+
+def proposed_of(replanner: Replanner, number: int, *, devices: int) -> bool:
+    """Whether the proposal has this replica on that number of devices, otherwise than the active plan."""
+    if replanner.state.proposed is None:
+        return False
+    old, new = (single_plans(one)[number] for one in (replanner.state.plan, replanner.state.proposed.plan))
+    return num_devices(new.placement) == devices != num_devices(old.placement)
+
+
+def test_a_replica_that_has_its_devices_again_leaves_the_proposal_for_another_one_and_makes_room_for_it(plan):
+    async def lose_and_find(engine: ReplicaSet, replanner: Replanner) -> None:
+        for number in (0, 1):
+            report_left(engine.client(number), 2 * number)
+            await until(lambda number=number: proposed_of(replanner, number, devices=1))
+        engine.client(0)._note_devices()
+        await until(lambda: "replica 0" not in replanner.state.devices.verdict)
+        assert proposed_of(replanner, 1, devices=1)
+        report_left(engine.client(0), 0)
+        await until(lambda: proposed_of(replanner, 0, devices=1))
+        engine.client(0)._note_devices()
+        await until(lambda: proposed_of(replanner, 1, devices=1))
+
+    serving(replace(plan, replicas=(0, 2), router="round-robin"), lose_and_find, mode="advise")
+
+
+def test_with_advise_every_replica_that_lost_devices_falls_back_and_goes_back_one_after_the_other(plan):
+    async def lose_and_find(engine: ReplicaSet, replanner: Replanner) -> None:
+        for number in (0, 1):
+            report_left(engine.client(number), 2 * number)
+            await until(lambda number=number: proposed_of(replanner, number, devices=1))
+        await replanner.accept()
+        await until(lambda: proposed_of(replanner, 0, devices=1))
+        await replanner.accept()
+        for number in (0, 1):
+            engine.client(number)._take(DevicesBack(there=True))
+            await until(lambda number=number: proposed_of(replanner, number, devices=2))
+        await replanner.accept()
+        await until(lambda: proposed_of(replanner, 0, devices=2))
+        await replanner.accept()
+        assert (replanner.state.plan, replanner.state.devices) == (plan_of_two, None)
+
+    plan_of_two = replace(plan, replicas=(0, 2), router="round-robin")
+    serving(plan_of_two, lose_and_find, mode="advise")
 
 
 def test_without_a_profile_a_replica_waits_for_its_devices_and_says_why(plan, caplog):

@@ -48,7 +48,7 @@ _LOOK_SECONDS = 0.05
 """Between two looks whether an engine runs again."""
 
 
-CarryOut: TypeAlias = Callable[[Replanned], Awaitable[Replanned]]
+CarryOut: TypeAlias = Callable[[], Awaitable[Replanned]]
 """Adopts a proposed plan. Raises InputError or EngineError, and nothing has changed, where that fails."""
 
 
@@ -64,7 +64,9 @@ class Proposals(Protocol):
 
     async def propose(self, replanned: Replanned, carry_out: CarryOut) -> None: ...
 
-    async def carry_out(self, replanned: Replanned, switch: Callable[[], Awaitable[PlanSwitched]]) -> Replanned: ...
+    async def carry_out(
+        self, describe: Callable[[], Replanned], switch: Callable[[], Awaitable[PlanSwitched]]
+    ) -> Replanned: ...
 
     def withdraw(self, replanned: Replanned) -> bool: ...
 
@@ -210,7 +212,7 @@ class DeviceFollower:
         reason = found.verdict if found else f"the devices of replica {number} are back"
         return self._proposals.describe(whole, "devices", reason, new=whole.replay or whole.estimate)
 
-    async def _fall_back(self, number: int, found: LeftPlanned, left: DevicesLeft, replanned: Replanned) -> Replanned:
+    async def _fall_back(self, number: int, found: LeftPlanned, left: DevicesLeft) -> Replanned:
         """Has another engine go on with the plan. Raises InputError where that is of no use any more."""
 
         async def switch() -> PlanSwitched:
@@ -227,14 +229,14 @@ class DeviceFollower:
 
         if client := self._client(number):
             client.refuse_switch()
-        return await self._carry_out(number, replanned, switch)
+        return await self._carry_out(number, found, switch)
 
     async def _carry_out(
-        self, number: int, replanned: Replanned, switch: Callable[[], Awaitable[PlanSwitched]]
+        self, number: int, found: LeftPlanned | None, switch: Callable[[], Awaitable[PlanSwitched]]
     ) -> Replanned:
         """Carries out what was proposed of a replica, and has the others propose again."""
         try:
-            replanned = await self._proposals.carry_out(replanned, switch)
+            replanned = await self._proposals.carry_out(partial(self._describe, number, found), switch)
         except (InputError, EngineError):
             if self._proposals.state.mode != "auto":  # There they might fail by turns, without end.
                 self._have_others_propose(number)
@@ -263,18 +265,17 @@ class DeviceFollower:
         if self._proposals.state.mode != "auto":
             log.error("%s; --replan auto would go over to that plan", found.verdict)
             return None
-        client, replanned = self._client(number), self._describe(number, found)
+        client, setup = self._client(number), self._reduce(number, found, left)
         assert client
-        setup = self._reduce(number, found, left)
-        adopting = asyncio.create_task(self._adopt(client, replanned))
+        adopting = asyncio.create_task(self._adopt(client, partial(self._describe, number, found)))
         self._adopting.add(adopting)
         adopting.add_done_callback(self._adopting.discard)
         return setup
 
-    async def _adopt(self, client: EngineClient, replanned: Replanned) -> None:
+    async def _adopt(self, client: EngineClient, describe: Callable[[], Replanned]) -> None:
         """The plan that the client's next engine starts with."""
         with contextlib.suppress(InputError, EngineError):  # It has been logged.
-            await self._proposals.carry_out(replanned, partial(_until_up, client))
+            await self._proposals.carry_out(describe, partial(_until_up, client))
 
     async def _replan_for_all(self, number: int, client: EngineClient, changed: asyncio.Event) -> None:
         """Back to the first plan, a dwell time after the last change; again and again where that fails, until devices
@@ -292,7 +293,7 @@ class DeviceFollower:
             if number in self._reduced:
                 self._reduced[number] = replace(reduced, since=time.monotonic())
 
-    async def _go_back(self, number: int, replanned: Replanned) -> Replanned:
+    async def _go_back(self, number: int) -> Replanned:
         """Raises InputError where the cluster has no room after all; the replica goes on as it was then."""
 
         async def switch() -> PlanSwitched:
@@ -307,7 +308,7 @@ class DeviceFollower:
             self._say()
             return switched
 
-        return await self._carry_out(number, replanned, switch)
+        return await self._carry_out(number, None, switch)
 
     def _say(self) -> None:
         """Sets what the service's state shows."""

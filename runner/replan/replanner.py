@@ -158,19 +158,19 @@ class Replanner:
         """Switches to another plan, as a whole. Raises InputError, and nothing has changed, where that fails."""
         plan = with_utilization(plan, self._utilization)
         self._check(plan)
-        described = self.describe(plan, source, reason, new=plan.replay or plan.estimate)
-        replanned = await self.carry_out(described, partial(self._switch, plan))
+        describe = partial(self.describe, plan, source, reason, new=plan.replay or plan.estimate)
+        replanned = await self.carry_out(describe, partial(self._switch, plan))
         self._devices.adopted(plan)
         await self._tell_adopted(plan)
         return replanned
 
     async def accept(self) -> Replanned | None:
         """Adopts the proposed plan; None where there is none."""
-        if (proposed := self.state.proposed) is None:
+        if self.state.proposed is None:
             return None
         assert self._carrying
         self._set(proposed=None)  # Another call meanwhile finds none.
-        return await self._carrying(proposed)
+        return await self._carrying()
 
     async def propose(self, replanned: Replanned, carry_out: CarryOut) -> None:
         """Proposes a plan that `carry_out` adopts; with `auto` that is done here, and a failure is only logged."""
@@ -266,10 +266,16 @@ class Replanner:
             diff=diff_text(diff),
         )
 
-    async def carry_out(self, replanned: Replanned, switch: Callable[[], Awaitable[PlanSwitched]]) -> Replanned:
-        """Goes over to a plan by `switch`. Raises what that raises, and nothing has changed then; InputError before it
-        where the service cannot follow the plan."""
+    async def carry_out(
+        self, describe: Callable[[], Replanned], switch: Callable[[], Awaitable[PlanSwitched]]
+    ) -> Replanned:
+        """Goes over to a plan by `switch`; `describe` is asked for it when no other change of plans is in progress.
+
+        Raises what `switch` raises, and nothing has changed then; InputError before it where the service cannot follow
+        the plan.
+        """
         async with self._adopting:
+            replanned = describe()
             try:
                 self._may_follow(replanned.plan)
                 switched = await switch()
@@ -397,14 +403,15 @@ class Replanner:
                 raise InputError("another plan has been adopted meanwhile")
             return await self._switch(plan)
 
-        async def carry_out(proposed: Replanned) -> Replanned:
-            replanned = await self.carry_out(proposed, switch)
+        async def carry_out() -> Replanned:
+            replanned = await self.carry_out(lambda: proposed, switch)
             self._devices.adopted(plan)
             await self._tell_adopted(found.number if self._advisor is advisor else plan)
             return replanned
 
-        replanned = self.describe(plan, "drift", found.reason, old=found.old, new=found.new)
-        await self.propose(replace(replanned, file=found.file), carry_out)
+        described = self.describe(plan, "drift", found.reason, old=found.old, new=found.new)
+        proposed = replace(described, file=found.file)
+        await self.propose(proposed, carry_out)
 
 
 def _first_devices(plan: Plan) -> tuple[int, ...]:

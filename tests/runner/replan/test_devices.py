@@ -244,6 +244,21 @@ def test_one_replica_falls_back_and_comes_back_beside_the_others(plan):
     serving(plan_of_two, lose_and_find)
 
 
+def test_replicas_that_go_back_at_once_leave_their_first_plan_the_active_one(plan):
+    async def lose_and_find(engine: ReplicaSet, replanner: Replanner) -> None:
+        for number in (0, 1):
+            report_left(engine.client(number), 2 * number)
+        await until(lambda: replanner.state.num_replans == 2)
+        assert [len(one.placement) for one in single_plans(replanner.state.plan)] == [1, 1]
+        for number in (0, 1):
+            engine.client(number)._take(DevicesBack(there=True))
+        await until(lambda: replanner.state.num_replans == 4)
+        assert (replanner.state.plan, replanner.state.devices) == (plan_of_two, None)
+
+    plan_of_two = replace(plan, replicas=(0, 2), router="round-robin")
+    serving(plan_of_two, lose_and_find)
+
+
 def test_a_replica_with_fewer_devices_gets_its_part_of_the_requests(plan):
     async def lose_and_find(engine: ReplicaSet, replanner: Replanner) -> None:
         report_left(engine.client(1), 3)

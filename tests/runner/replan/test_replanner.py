@@ -267,10 +267,11 @@ def test_a_plan_that_is_accepted_twice_is_adopted_once(plan):
     other = replace(plan, schedule=Schedule("orca", {"max_num_seqs": 4}))
 
     async def wait(client: EngineClient, replanner: Replanner) -> None:
-        async def carry_out(proposed: Replanned) -> Replanned:
-            return await replanner.carry_out(proposed, partial(replanner._switch, proposed.plan))
+        async def carry_out() -> Replanned:
+            return await replanner.carry_out(lambda: proposed, partial(replanner._switch, other))
 
-        await replanner.propose(replanner.describe(other, "drift", "it is better"), carry_out)
+        proposed = replanner.describe(other, "drift", "it is better")
+        await replanner.propose(proposed, carry_out)
         first, second = await asyncio.gather(replanner.accept(), replanner.accept())
         assert (first.plan, second, replanner.state.num_replans) == (other, None, 1)
 

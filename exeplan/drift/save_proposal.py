@@ -36,12 +36,17 @@ def save_proposal(proposal: Proposal, path: Path) -> Plan:
     """Writes the lengths, then the plan, so that a plan on disk is complete. Returns the plan with its references."""
     sample = Trace(*proposal.workload.sample(min(_MOST_ROWS, round(proposal.size)), seed=0))
     found = Workload.of_trace("lengths", sample).fingerprint
-    lengths = path.with_name(f"{path.stem}-lengths-{found}.csv")
+    lengths = path.with_name(f"{_prefix(path)}{found}.csv")
     rows = "\n".join(f"{i},{o}" for i, o in zip(sample.inputs.tolist(), sample.outputs.tolist(), strict=True))
     write_text(lengths, f"input_tokens,output_tokens\n{rows}\n")
     named = replace(proposal.plan, workload=str(lengths), workload_fingerprint=found, fit_context=False)
     save_plan(with_relative_references(named, path), path)
     return named
+
+
+def was_saved(plan: Plan, path: Path) -> bool:
+    """Whether the plan of this file was written there by `save_proposal`, and not by hand."""
+    return Path(plan.workload or "").name.startswith(_prefix(path))
 
 
 def remove_lengths(replaced: Sequence[Plan], kept: Iterable[Plan], path: Path) -> Cleared:
@@ -63,6 +68,11 @@ def remove_lengths(replaced: Sequence[Plan], kept: Iterable[Plan], path: Path) -
 def same_lengths(plan: Plan, other: Plan) -> bool:
     """Whether both name the same file."""
     return _file(plan) == _file(other)
+
+
+def _prefix(path: Path) -> str:
+    """What the names of the lengths of plans that are saved there begin with."""
+    return f"{path.stem}-lengths-"
 
 
 def _file(plan: Plan) -> Path | None:

@@ -20,7 +20,7 @@ from exeplan.core.models.model import ModelSpec
 from exeplan.core.plan import Plan, save_plan
 from exeplan.drift.group_watch import GroupWatch
 from exeplan.drift.length_draws import LengthDraws
-from exeplan.drift.save_proposal import remove_lengths, save_proposal
+from exeplan.drift.save_proposal import remove_lengths, save_proposal, was_saved
 from exeplan.drift.state import DriftState, Rules
 from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import InputError
@@ -209,7 +209,8 @@ class Sidecar:
         """In the place of the plan that the server reads."""
         file = self.server.file
         kept = file.with_name(f"{file.stem}-before{file.suffix}")
-        if not self.num_replans:
+        of_an_earlier_watch = was_saved(self.plan, file) and kept.exists()
+        if not self.num_replans and not of_an_earlier_watch:
             save_plan(with_relative_references(self.plan, kept), kept)
         save_proposal(proposal, file)
         self._watch.adopted(proposal, now=now)

@@ -144,6 +144,20 @@ def test_the_plug_in_gets_its_new_cadence_in_the_file_that_it_reads(make_plan):
     assert "which the server follows" in remarks(looks)
 
 
+def test_a_watch_that_starts_anew_keeps_the_first_plan(make_plan):
+    file = make_plan("rra")
+    first, before = read_plan(file).schedule, file.with_name("plan-before.yaml")
+    for scale in (2.0, 0.5):
+        watch = sidecar(file, plug_in=True)
+        play(watch, Engine(), requests(1600, 2, scale=scale))
+        assert watch.num_replans >= 1
+        assert read_plan(before).schedule == first
+    save_plan(replace(read_plan(file), workload="planned.csv"), file)  # By hand.
+    given = read_plan(file).schedule
+    play(sidecar(file, plug_in=True), Engine(), requests(1600, 2, scale=2.0))
+    assert read_plan(before).schedule == given != first
+
+
 def test_observed_figures_are_those_of_the_engine(make_plan):
     watch = sidecar(make_plan("chunked"), plug_in=False)
     traffic = requests(400, 5)

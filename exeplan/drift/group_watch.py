@@ -1,14 +1,15 @@
 """GroupWatch: whether a plan whose replicas are not equal is still the right one, group by group.
 
 All groups serve the same requests, by the router's law, so that they share the lengths that were seen; each has a Watch
-of its own, with the problem of one of its replicas. A proposal changes the replicas of one group and leaves the others
-as they are; what another group gains is proposed at a later look. Figures are of all replicas together.
+of its own, with the problem of one of its replicas. A proposal changes the replicas of one group, and of those whose
+proposals are neither adopted nor vetoed yet; what another group gains is proposed at a later look. Figures are of all
+replicas together.
 
 Not here: how many replicas there are, and on which GPUs: a running service keeps these.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from exeplan.core.plan import Plan, group_plans, with_group
@@ -41,6 +42,8 @@ class GroupWatch:
         self._watches = [
             Watch(own, problem, rules=rules, policies=policies, monitor=self.monitor) for own, problem in pairs
         ]
+        self._pending: dict[int, Proposal] = {}
+        """Own proposals of groups, by number, that are neither adopted nor vetoed."""
 
     @property
     def problem(self) -> Problem:
@@ -71,17 +74,21 @@ class GroupWatch:
 
     def adopted(self, proposal_or_plan: Proposal | Plan, *, now: float, problems: Sequence[Problem] = ()) -> None:
         """The service runs this plan now; `problems` as at the start, of a plan that is no proposal."""
+        self._pending.clear()
         if isinstance(proposal_or_plan, Plan):
             self.plan = proposal_or_plan
             for watch, own, problem in zip(self._watches, group_plans(self.plan), problems, strict=True):
                 watch.adopted(own, now=now, problems=[problem])
             return
-        assert proposal_or_plan.own is not None
-        number, own_proposal = proposal_or_plan.own
+        self.dwell(now=now)
+        for number, proposal in proposal_or_plan.own.items():
+            self._watches[number].adopted(proposal, now=now)
+        self.plan = proposal_or_plan.plan
+
+    def dwell(self, *, now: float) -> None:
+        """See `Watch.dwell`: for no group."""
         for watch in self._watches:
             watch.dwell(now=now)
-        self._watches[number].adopted(own_proposal, now=now)
-        self.plan = proposal_or_plan.plan
 
     def is_no_better(self, proposal: Proposal, earlier: Plan) -> bool:
         """Whether the groups are the same; what others serve under these lengths is not compared."""
@@ -91,6 +98,7 @@ class GroupWatch:
 
     def vetoed(self, *, now: float) -> None:
         """See `Watch.vetoed`: for no group."""
+        self._pending.clear()
         for watch in self._watches:
             watch.vetoed(now=now)
 
@@ -102,35 +110,47 @@ class GroupWatch:
             state, proposal = watch.look(now, predict=predict)
             if proposal:
                 whole = self._of_all(number, proposal)
+                self._pending = {**whole.own}
                 return replace(state, predicted=whole.old), whole
             states.append(state)
         first = states[0]
         return replace(first, predicted=first.predicted and self._estimate(self.plan)), None
 
     def _of_all(self, number: int, proposal: Proposal) -> Proposal:
-        """The proposal of a group as one of the whole plan."""
-        plan = with_group(self.plan, number, proposal.plan)
+        """The proposal of a group, with those that are pending and that these lengths leave possible, as one of the
+        whole plan."""
+        others = {n: one for n, one in self._pending.items() if n != number and self._served(n, one.plan)}
+        own, plan = {**others, number: proposal}, self.plan
+        for changed, one in own.items():
+            plan = with_group(plan, changed, one.plan)
         plan = replace(plan, workload=None, workload_fingerprint=proposal.plan.workload_fingerprint, replay=None)
         alone = [watch.problem.at(group.placement) for watch, group in zip(self._watches, plan.groups, strict=True)]
-        new = self._estimate(plan, changed=number)
+        new = self._estimate(plan, changed=own)
         assert new is not None
+        counts = {n: f"{len(plan.groups[n].first_devices)} of {plan.num_replicas} replicas" for n in own}
         return replace(
             proposal,
-            own=(number, proposal),
+            own=own,
             plan=with_headroom(replace(plan, estimate=new), alone),
             old=self._estimate(self.plan),
             new=new,
-            reason=f"{proposal.reason} (for {len(plan.groups[number].first_devices)} of {plan.num_replicas} replicas)",
+            reason="; ".join(f"{one.reason} (for {counts[n]})" for n, one in own.items()),
         )
 
-    def _estimate(self, plan: Plan, *, changed: int | None = None) -> Estimate | None:
+    def _estimate(self, plan: Plan, *, changed: Collection[int] = ()) -> Estimate | None:
         """All replicas of a plan under the observed lengths; None where one of them cannot keep up. The engines of the
-        group `changed` are not as it says yet."""
+        groups `changed` are not as it says yet."""
         found = []
-        for number, (watch, own) in enumerate(zip(self._watches, group_plans(plan), strict=True)):
-            try:
-                blocks = None if number == changed else watch.num_blocks
-                found.append(served(watch.problem.at(own.placement), own, blocks))
-            except Infeasible:
+        for number, own in enumerate(group_plans(plan)):
+            one = self._served(number, own, None if number in changed else self._watches[number].num_blocks)
+            if one is None:
                 return None
+            found.append(one)
         return together(found, [group.num_replicas for group in plan.groups])
+
+    def _served(self, number: int, own: Plan, num_blocks: int | None = None) -> Estimate | None:
+        """One replica of a group with a plan of its own; None where it cannot keep up."""
+        try:
+            return served(self._watches[number].problem.at(own.placement), own, num_blocks)
+        except Infeasible:
+            return None

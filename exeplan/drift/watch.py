@@ -20,8 +20,8 @@ Pure: times are arguments. Not here: carrying a plan out (`runner/replan/replann
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -69,8 +69,8 @@ class Proposal:
     """The law that it was decided on."""
     missed: float | None
     """As `DriftState.missed`."""
-    own: "tuple[int, Proposal] | None" = None
-    """Of a plan of several groups: which of them it changes, and that group's own proposal."""
+    own: "Mapping[int, Proposal]" = field(default_factory=dict)
+    """Of a plan of several groups: the own proposals of those that it changes, by number."""
 
 
 @dataclass(frozen=True, slots=True)

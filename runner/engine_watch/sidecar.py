@@ -184,7 +184,7 @@ class Sidecar:
     def _propose(self, proposal: Proposal, now: float) -> Iterator[str]:
         """Writes the new plan and its command line; sentences on both."""
         if (earlier := self._told.proposed) and self._watch.is_no_better(proposal, earlier):
-            self._watch.vetoed(now=now)
+            self._watch.dwell(now=now)
             return
         try:
             exported = self.server.export(proposal.plan, self._spec)
@@ -196,7 +196,7 @@ class Sidecar:
         if self.server.plug_in:
             yield from self._put(proposal, exported, now)
         else:
-            self._watch.vetoed(now=now)
+            self._watch.dwell(now=now)
             saved = save_proposal(proposal, self.server.output)
             yield f"wrote {self.server.output} and, to start the server with it, {self._write_command(exported)}"
             cleared = remove_lengths([*self._told.saved, saved], [saved, self.plan], self.server.output)

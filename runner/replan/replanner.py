@@ -404,7 +404,11 @@ class Replanner:
             return await self._switch(plan)
 
         async def carry_out() -> Replanned:
-            replanned = await self.carry_out(lambda: proposed, switch)
+            try:
+                replanned = await self.carry_out(lambda: proposed, switch)
+            except (InputError, EngineError):
+                self._vetoed = True  # What is proposed next does not contain it.
+                raise
             self._devices.adopted(plan)
             await self._tell_adopted(found.number if self._advisor is advisor else plan)
             return replanned

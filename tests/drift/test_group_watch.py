@@ -36,8 +36,8 @@ def plan(problem):
     return replace(best, more_replicas=(slower,), router=ROUTERS[0])
 
 
-def proposals(watch: GroupWatch, *, scale: float, number: int) -> list:
-    """Of so many looks, each after 200 requests with lengths times `scale`; all are adopted."""
+def proposals(watch: GroupWatch, *, scale: float, number: int, adopt: bool = True) -> list:
+    """Of so many looks, each after 200 requests with lengths times `scale`; all are adopted, or none."""
     rng, found = np.random.default_rng(1), []
     for look in range(1, number + 1):
         outputs = np.minimum((rng.gamma(2.0, 30.0, 200) * scale).astype(int) + 1, 400)
@@ -45,7 +45,8 @@ def proposals(watch: GroupWatch, *, scale: float, number: int) -> list:
         watch.note([RequestLengths(start + i / 200, 30, n, True) for i, n in enumerate(outputs.tolist())], [])
         state, proposal = watch.look(start)
         if proposal:
-            watch.adopted(proposal, now=start)
+            if adopt:
+                watch.adopted(proposal, now=start)
             found.append((state, proposal))
     return found
 
@@ -72,6 +73,28 @@ def test_each_group_is_mended_on_its_own(plan, problem):
         assert state.predicted == one.old
     assert found[1][1].new.latency <= BOUND < found[0][1].old.latency
     assert found[1][1].new.throughput > found[0][1].new.throughput / 3
+
+
+def changes(plan, before) -> list[bool]:
+    """Which groups have another schedule."""
+    return [new.schedule != old.schedule for new, old in zip(plan.groups, before.groups, strict=True)]
+
+
+def test_what_is_proposed_for_one_group_stays_in_what_is_proposed_for_another_until_it_is_decided_on(plan, problem):
+    watch = GroupWatch(plan, [problem, problem], rules=RULES, policies=POLICIES)
+    (_, first), (_, second), *_ = proposals(watch, scale=1.6, number=12, adopt=False)
+    assert sum(changes(first.plan, plan)) == 1
+    assert changes(second.plan, plan) == [True, True]
+    assert second.new.throughput == second.plan.estimate.throughput > first.new.throughput
+    assert second.reason.count("of 3 replicas)") == 2
+    watch.adopted(second, now=60.0)
+    assert watch.plan == second.plan
+    assert [one.plan.schedule for one in watch._watches] == [group.schedule for group in second.plan.groups]
+    vetoed = GroupWatch(plan, [problem, problem], rules=RULES, policies=POLICIES)
+    assert len(proposals(vetoed, scale=1.6, number=2, adopt=False)) == 1
+    vetoed.vetoed(now=8.0)
+    [(_, next_one), *_] = proposals(vetoed, scale=1.6, number=12, adopt=False)
+    assert sum(changes(next_one.plan, plan)) == 1
 
 
 def test_a_replan_of_one_group_begins_a_dwell_time_of_all(plan, problem):

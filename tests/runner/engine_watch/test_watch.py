@@ -17,6 +17,7 @@ from exeplan.cli import main
 from exeplan.core.bounds import Bound
 from exeplan.core.plan import save_plan
 from exeplan.core.profile import load_profile, save_profile
+from exeplan.core.schedule import ReplicaGroup
 from exeplan.drift.state import Rules
 from exeplan.errors import InputError
 from exeplan.export.interface import Export
@@ -116,6 +117,21 @@ def test_a_better_plan_is_written_with_its_command_once(make_plan):
     command = watch.server.output.with_suffix(".sh").read_text()
     assert f"--max-num-seqs {proposed.schedule['max_num_seqs']}" in command
     assert main(["simulate", str(watch.server.output)]) == 0
+
+
+def test_what_was_written_for_some_replicas_stays_in_what_is_written_for_others(make_plan):
+    file = make_plan("chunked")
+    first = read_plan(file)
+    other = ReplicaGroup(
+        schedule=replace(first.schedule, variables={**first.schedule.variables, "max_num_seqs": 4}),
+        placement=first.placement,
+        first_devices=(1, 2),
+    )
+    save_plan(replace(first, more_replicas=(other,), router="shortest-queue"), file)
+    watch = sidecar(file, plug_in=False)
+    play(watch, Engine(), requests(1600, 1, scale=2.0))
+    written = read_plan(watch.server.output).groups
+    assert [one.schedule != old.schedule for one, old in zip(written, watch.plan.groups, strict=True)] == [True, True]
 
 
 def test_lengths_of_a_plan_that_was_written_and_replaced_are_removed(make_plan):

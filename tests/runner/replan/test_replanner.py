@@ -237,6 +237,25 @@ def test_a_plan_that_the_service_cannot_follow_is_refused_before_the_engine_runs
     assert serving(plan, wait, mode="off", check=check) == [("failed", "no estimate")]
 
 
+def test_the_advisor_learns_that_what_it_proposed_was_refused_as_of_a_veto(plan, monkeypatch):
+    ask, vetoed = AdvisorProcess.ask, []
+
+    def check(given: Plan) -> None:
+        raise InputError("no room")
+
+    async def record(advisor: AdvisorProcess, request: AdvisorRequest) -> AdvisorReply:
+        vetoed.extend([request.vetoed] if isinstance(request, Look) else [])
+        return await ask(advisor, request)
+
+    async def wait(client: EngineClient, replanner: Replanner) -> None:
+        await until(lambda: replanner.state.veto)
+        assert not any(vetoed)
+        await until(lambda: vetoed[-1])
+
+    monkeypatch.setattr(AdvisorProcess, "ask", record)
+    serving(plan, wait, pause=0.2, mode="auto", check=check)
+
+
 class Taking:
     """An engine that takes every plan."""
 

@@ -116,6 +116,8 @@ class Watch:
         self._told: Observed | None = None
         self._best_gain: float | None = None
         self._missed: float | None = None
+        self._slow = 1.0
+        """The slowdown that the last search has judged by."""
         self._verdict = ""
         self.observed: Workload | None = None
         """The law at the last look."""
@@ -166,12 +168,12 @@ class Watch:
         self._dwells_from = now
 
     def is_no_better(self, proposal: Proposal, earlier: Plan) -> bool:
-        """Whether it is an earlier one, or that keeps the bounds under these lengths, too, and serves as much to within
-        the least gain."""
+        """Whether the last proposal is an earlier one, or that keeps the bounds under these lengths, too, with the
+        slowdown that was seen, and serves as much to within the least gain."""
         if (earlier.schedule, earlier.placement) == (proposal.plan.schedule, proposal.plan.placement):
             return True
         found, share = _consequence(self.problem.at(earlier.placement), earlier)
-        if found is None or share is None or share > 1:
+        if found is None or share is None or share * self._slow > 1:
             return False
         return proposal.new.throughput <= (1 + self.rules.gain) * found.throughput
 
@@ -243,7 +245,7 @@ class Watch:
     ) -> Proposal | None:
         self._agreeing = 0
         self._basis = _Basis(observed.known, observed.size, planned=False)
-        slowdown = self._slowdown(problem, kept)
+        slowdown = self._slow = self._slowdown(problem, kept)
         try:
             best = best_plan(
                 problem,

@@ -91,6 +91,7 @@ class _Told:
 
     verdict: str = ""
     proposed: Plan | None = field(default=None)
+    """The plan that was written last, where the server does not follow it by itself."""
     saved: Sequence[Plan] = ()
     """Plans that were written, while their lengths are there."""
 
@@ -177,7 +178,7 @@ class Sidecar:
 
     def _begun_anew(self) -> str:
         text = "a server has begun anew"
-        if self._told.proposed and not self.server.plug_in:
+        if self._told.proposed:
             text += f"; if it runs {self.server.output} now, watch it with that plan"
         return text
 
@@ -203,7 +204,7 @@ class Sidecar:
             self._told.saved = cleared.left
             for file in cleared.removed:
                 yield f"removed {file}, the lengths of a plan that was written before and replaced"
-        self._told.proposed = proposal.plan
+            self._told.proposed = proposal.plan
 
     def _put(self, proposal: Proposal, exported: Export, now: float) -> Iterator[str]:
         """In the place of the plan that the server reads."""

@@ -331,22 +331,28 @@ def test_a_cautious_law_has_as_many_long_outputs_as_the_sample_leaves_room_for()
     assert safe.mean_output == pytest.approx(observed.workload.mean_output, rel=0.02)
 
 
+def proposed(plan, problem, *, slow: float):
+    """A watch and what it proposes once outputs are longer, and requests take `slow` times as long as predicted."""
+    watch = Watch(plan, problem, rules=Rules(every=4.0, looks=1), policies=POLICIES)
+    trace = draw(1200, 3, scale=1.6)
+    drifted = replace(problem, workload=Workload.of_trace("d", trace))
+    seconds = slow * steady_state(plan.schedule, drifted.workload, drifted.cost).latency(trace.outputs.astype(float))
+    rows = zip(trace.inputs.tolist(), trace.outputs.tolist(), seconds.tolist(), strict=True)
+    watch.note([RequestLengths(float(n), i, o, True, s) for n, (i, o, s) in enumerate(rows)], [])
+    return watch, watch.look(1300.0)[1]
+
+
 def test_requests_that_took_longer_than_predicted_tighten_the_new_plan(plan, problem):
     """The same drift, once as predicted and once with every request taking 1.3 times as long."""
-
-    def adopted(slow: float):
-        watch = Watch(plan, problem, rules=Rules(every=4.0, looks=1), policies=POLICIES)
-        trace = draw(1200, 3, scale=1.6)
-        drifted = replace(problem, workload=Workload.of_trace("d", trace))
-        seconds = slow * steady_state(plan.schedule, drifted.workload, drifted.cost).latency(
-            trace.outputs.astype(float)
-        )
-        rows = zip(trace.inputs.tolist(), trace.outputs.tolist(), seconds.tolist(), strict=True)
-        watch.note([RequestLengths(float(n), i, o, True, s) for n, (i, o, s) in enumerate(rows)], [])
-        return watch.look(1300.0)[1]
-
-    fast, slow = adopted(1.0), adopted(1.3)
+    (_, fast), (_, slow) = (proposed(plan, problem, slow=slow) for slow in (1.0, 1.3))
     assert slow.new.latency < 0.9 * fast.new.latency
+
+
+def test_a_plan_that_keeps_the_bound_by_its_prediction_alone_does_not_do_where_requests_take_longer(plan, problem):
+    (as_predicted, fast), (slower, slow) = (proposed(plan, problem, slow=slow) for slow in (1.0, 1.3))
+    assert slow.new.throughput < fast.new.throughput
+    assert as_predicted.is_no_better(slow, fast.plan)
+    assert not slower.is_no_better(slow, fast.plan)
 
 
 def test_at_a_rate_times_are_compared_with_those_of_its_batches(plan, problem):

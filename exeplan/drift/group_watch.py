@@ -44,6 +44,8 @@ class GroupWatch:
         ]
         self._pending: dict[int, Proposal] = {}
         """Own proposals of groups, by number, that are neither adopted nor vetoed."""
+        self.none_better = False
+        """See `Watch.none_better`: of no group."""
 
     @property
     def problem(self) -> Problem:
@@ -105,16 +107,27 @@ class GroupWatch:
     def look(self, now: float, *, predict: bool = True) -> tuple[DriftState, Proposal | None]:
         """See `Watch.look`: the first group's state without a proposal, else that of the group which it is for, but for
         the prediction, which is of all replicas."""
-        states = []
+        states, withdrawn, self.none_better = [], False, False
         for number, watch in enumerate(self._watches):
             state, proposal = watch.look(now, predict=predict)
             if proposal:
-                whole = self._of_all(number, proposal)
-                self._pending = {**whole.own}
-                return replace(state, predicted=whole.old), whole
+                return self._propose(number, state, proposal)
+            if watch.none_better:
+                withdrawn |= self._pending.pop(number, None) is not None
             states.append(state)
+        if withdrawn:
+            self._pending = {n: one for n, one in self._pending.items() if self._served(n, one.plan)}
+            if self._pending:  # What is left of the last proposal is one.
+                number, own = next(iter(self._pending.items()))
+                return self._propose(number, states[number], own)
+        self.none_better = not self._pending and any(watch.none_better for watch in self._watches)
         first = states[0]
         return replace(first, predicted=first.predicted and self._estimate(self.plan)), None
+
+    def _propose(self, number: int, state: DriftState, proposal: Proposal) -> tuple[DriftState, Proposal]:
+        whole = self._of_all(number, proposal)
+        self._pending = {**whole.own}
+        return replace(state, predicted=whole.old), whole
 
     def _of_all(self, number: int, proposal: Proposal) -> Proposal:
         """The proposal of a group, with those that are pending and that these lengths leave possible, as one of the

@@ -116,6 +116,8 @@ class Watch:
         self._told: Observed | None = None
         self._best_gain: float | None = None
         self._missed: float | None = None
+        self.none_better = False
+        """The last look searched, and proposed nothing: what was proposed before is of no use under these lengths."""
         self._slow = 1.0
         """The slowdown that the last search has judged by."""
         self._verdict = ""
@@ -190,6 +192,7 @@ class Watch:
         """
         if self._active_from is None:
             self._active_from = now
+        self.none_better = False
         observed = self.monitor.observe()
         if observed is None or observed.known.size < self.rules.least_requests:
             size = observed.known.size if observed else 0.0
@@ -204,6 +207,7 @@ class Watch:
             problem = self.problem
             kept, share = _consequence(problem, self.plan, self.num_blocks)
             proposal = self._search(observed, problem, kept, share, now) if asks else None
+            self.none_better = asks and proposal is None
         state = DriftState(
             seconds=now,
             num_requests=observed.known.size,

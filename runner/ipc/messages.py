@@ -851,6 +851,8 @@ class Looked(Message, frozen=True):
     planned: Lengths
     observed: Lengths | None
     proposal: ProposedPlan | None
+    none_better: bool = False
+    """It searched and proposes nothing: what was proposed before is of no use any more."""
 
 
 class FrontierRows(Message, frozen=True):

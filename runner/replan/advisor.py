@@ -97,7 +97,7 @@ class Advisor:
         state, proposal = watch.look(look.now)
         planned, observed = lengths_of(watch.planned, watch.observed)
         proposed = self._propose(proposal) if proposal else None
-        return Looked(state=state, planned=planned, observed=observed, proposal=proposed)
+        return Looked(state=state, planned=planned, observed=observed, proposal=proposed, none_better=watch.none_better)
 
     def _propose(self, proposal: Proposal) -> ProposedPlan:
         if self._file:

@@ -372,6 +372,9 @@ class Replanner:
         if drift.missed and drift.verdict != self.state.drift.verdict:
             log.warning("%s", drift.verdict)
         self._set(drift=drift, planned=looked.planned, observed=looked.observed, error="")
+        proposed = self.state.proposed
+        if looked.none_better and proposed and proposed.source == "drift" and self.withdraw(proposed):
+            log.info("re-plan %d is no longer proposed: %s", proposed.number, drift.verdict)
         if looked.proposal and self.state.plan is active and not self.state.devices:
             await self._take_proposal(looked.proposal)
 

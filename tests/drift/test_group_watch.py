@@ -36,10 +36,10 @@ def plan(problem):
     return replace(best, more_replicas=(slower,), router=ROUTERS[0])
 
 
-def proposals(watch: GroupWatch, *, scale: float, number: int, adopt: bool = True) -> list:
-    """Of so many looks, each after 200 requests with lengths times `scale`; all are adopted, or none."""
+def proposals(watch: GroupWatch, *, scale: float, number: int, first: int = 1, adopt: bool = True) -> list:
+    """Of `number` looks, each after 200 requests with lengths times `scale`; all are adopted, or none."""
     rng, found = np.random.default_rng(1), []
-    for look in range(1, number + 1):
+    for look in range(first, first + number):
         outputs = np.minimum((rng.gamma(2.0, 30.0, 200) * scale).astype(int) + 1, 400)
         start = RULES.every * look
         watch.note([RequestLengths(start + i / 200, 30, n, True) for i, n in enumerate(outputs.tolist())], [])
@@ -95,6 +95,16 @@ def test_what_is_proposed_for_one_group_stays_in_what_is_proposed_for_another_un
     vetoed.vetoed(now=8.0)
     [(_, next_one), *_] = proposals(vetoed, scale=1.6, number=12, adopt=False)
     assert sum(changes(next_one.plan, plan)) == 1
+
+
+def test_what_one_group_does_without_again_leaves_the_proposal_of_another_until_none_is_left(plan, problem):
+    watch = GroupWatch(plan, [problem, problem], rules=RULES, policies=POLICIES)
+    proposals(watch, scale=1.6, number=8, adopt=False)
+    for one in watch._watches:
+        one.rules = replace(RULES, gain=5.0)
+    *_, (_, last) = proposals(watch, scale=1.0, number=20, first=20, adopt=False)
+    assert sum(changes(last.plan, plan)) == len(last.own) == 1
+    assert watch._pending == {}
 
 
 def test_a_replan_of_one_group_begins_a_dwell_time_of_all(plan, problem):

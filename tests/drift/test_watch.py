@@ -286,6 +286,19 @@ def test_a_gain_below_the_threshold_moves_no_request(plan, problem):
     assert looks[-1].state.measure > 1
 
 
+def test_a_search_that_finds_nothing_to_propose_is_told_apart_from_a_look_without_one(plan, problem):
+    watch = Watch(plan, problem, rules=Rules(every=4.0, gain=5.0), policies=POLICIES)
+    trace = joined(draw(1500, 1), draw(2500, 2, scale=0.5))
+    looks = play_trace(watch, problem, trace, arrivals_of(trace, problem, plan))
+    verdicts = [(watch.none_better, look.state.verdict) for look in looks]
+    first = next(number for number, (searched, _) in enumerate(verdicts) if searched)
+    assert "less than the threshold" in verdicts[first][1]
+    assert not verdicts[first + 1][0]
+    watch, proposal = proposed(plan, problem, slow=1.0)
+    assert proposal
+    assert not watch.none_better
+
+
 def test_moving_that_takes_longer_than_the_law_may_last_is_not_worth_it(plan, problem, monkeypatch):
     monkeypatch.setattr("exeplan.drift.watch.moving_seconds", lambda problem, old, new: 1e6)
     for scale, words in ((1.6, "the law may last"), (0.5, "does not recover")):

@@ -182,3 +182,10 @@ def test_it_predicts_with_the_blocks_that_the_engine_has(plan, blocks):
         assert looked.state.predicted
         rates.append(looked.state.predicted.throughput)
     assert rates[1] < 0.95 * rates[0]
+
+
+def test_it_says_when_a_search_has_found_nothing_better(plan):
+    advisor = Advisor(WatchPlan(plan=as_json(plan), rules=replace(RULES, gain=1e9), file=None))
+    looks = [look(advisor, now, outputs=5) for now in range(4)]
+    assert [one.none_better for one in looks].count(True) == 1
+    assert not any(one.proposal for one in looks)

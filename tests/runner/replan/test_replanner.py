@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as with_fields
 
 from exeplan.core.bounds import Bound
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan, save_plan, single_plans, with_utilization
 from exeplan.core.profile import Profile, save_profile
 from exeplan.core.schedule import ReplicaGroup, Schedule, single_stage
-from exeplan.drift.state import Replanned, Rules
+from exeplan.drift.state import DriftState, Lengths, Replanned, Rules
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan, read_plan
 from exeplan.runner.compute.tokens.sampling import SamplingParams
@@ -254,6 +255,22 @@ def test_the_advisor_learns_that_what_it_proposed_was_refused_as_of_a_veto(plan,
 
     monkeypatch.setattr(AdvisorProcess, "ask", record)
     serving(plan, wait, pause=0.2, mode="auto", check=check)
+
+
+def test_a_proposal_is_withdrawn_when_a_later_search_finds_nothing_better(plan):
+    other = replace(plan, schedule=Schedule("orca", {"max_num_seqs": 4}))
+    looked = Looked(state=DriftState(), planned=Lengths(), observed=None, proposal=None)
+
+    async def look() -> None:
+        for source, left in (("devices", True), ("drift", False)):
+            replanner = Replanner(None, plan, SPEC, setup=setup)
+            await replanner.propose(replanner.describe(other, source, "it is better"), replanner.accept)
+            await replanner._take_look(looked, plan)
+            assert replanner.state.proposed
+            await replanner._take_look(with_fields(looked, none_better=True), plan)
+            assert bool(replanner.state.proposed) == left
+
+    asyncio.run(look())
 
 
 class Taking:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+from exeplan.core.cluster import load_cluster
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import ROUTERS, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible, InputError
@@ -23,6 +24,7 @@ from exeplan.planner.problems.problem import Problem
 from exeplan.scheduling.scaling import RateCurve
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.arrivals import Arrivals
+from exeplan.workload.files import load_workload
 
 MOST_LOAD = 0.95
 """Share of what full batches serve: nearer to it a queue that a burst has left does not empty within minutes."""
@@ -43,9 +45,9 @@ def rate_curve(plan: Plan, most: int) -> FoundCurve:
 
     Raises InputError where the plan says nothing to find it by, or its replicas keep its bounds at no rate.
     """
-    if plan.profile and Path(plan.profile).exists() and plan.workload:
-        return FoundCurve(_of_profile(plan, most), f"by the plan's profile and workload, {_bounds(plan)}")
-    return _of_figures(plan)
+    if missing := _missing(plan):
+        return _of_figures(plan, missing)
+    return FoundCurve(_of_profile(plan, most), f"by the plan's profile and workload, {_bounds(plan)}")
 
 
 def curve_at(problem: Problem, schedule: Schedule, router: str, most: int) -> RateCurve:
@@ -106,22 +108,38 @@ def _between(number: int, numbers: list[int], rates: list[float]) -> float:
     return rates[after - 1] + (rates[after] - rates[after - 1]) * (number - low) / (high - low)
 
 
-def _of_figures(plan: Plan) -> FoundCurve:
+def _missing(plan: Plan) -> str:
+    """What the plan was made from and is not here, as a clause; empty where all is."""
+    if not plan.profile or not Path(plan.profile).exists():
+        return "its profile is not here"
+    if not plan.workload:
+        return "it names no workload"
+    try:
+        load_workload(plan.workload)
+    except InputError as error:
+        return f"its workload cannot be read ({error})"
+    try:
+        if plan.cluster:
+            load_cluster(plan.cluster)
+    except InputError as error:
+        return f"its cluster cannot be read ({error})"
+    return ""
+
+
+def _of_figures(plan: Plan, missing: str) -> FoundCurve:
+    """`missing` says why by these."""
     estimate = plan.replay or plan.estimate
     if estimate is None or estimate.throughput <= 0:
         raise InputError(
-            "nothing says what rate a replica of the plan serves: it names no profile and workload that are here, and "
-            "has no estimate; `exeplan simulate PLAN` adds one"
+            f"nothing says what rate a replica of the plan serves: {missing}, and it has no estimate; "
+            "`exeplan simulate PLAN` adds one"
         )
     if not plan.trace_arrivals and (most := most_rate(plan)) is not None:
         return FoundCurve(
             RateCurve.proportional(most / plan.num_replicas),
-            "by the plan's rate and its headroom, as its profile is not here",
+            f"by the plan's rate and its headroom, as {missing}",
         )
-    basis = (
-        f"as {100 * MOST_LOAD:.0f} % of the plan's throughput, as its profile is not here; "
-        f"{_bounds(plan)} is not looked at"
-    )
+    basis = f"as {100 * MOST_LOAD:.0f} % of the plan's throughput, as {missing}; {_bounds(plan)} is not looked at"
     return FoundCurve(RateCurve.proportional(MOST_LOAD * estimate.throughput / plan.num_replicas), basis)
 
 

@@ -5,11 +5,13 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
+from exeplan.core.profile import Profile, save_profile
 from exeplan.core.schedule import Estimate, ReplicaGroup, Schedule, single_stage
 from exeplan.errors import InputError
 from exeplan.runner.compute.tokens.sampling import SamplingParams
@@ -256,6 +258,25 @@ def test_without_its_profile_a_plan_is_taken_by_its_figures() -> None:
     assert found.basis.startswith("as 95 % of the plan's throughput, as its profile is not here")
     found = limits_of(replace(PLAN, estimate=FIGURES, arrival_rate=4.0, rate_headroom=0.5), (1, 9), on_ray=True)
     assert found.curve.rates == (3.0,)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "why"),
+    [
+        ({"workload": None}, "it names no workload"),
+        ({"workload": "gone.csv"}, "its workload cannot be read (no workload 'gone.csv'"),
+        ({"cluster": "gone"}, "its cluster cannot be read (no cluster file or shipped cluster 'gone'"),
+    ],
+)
+def test_nor_does_it_need_its_workload_or_its_cluster(
+    lacks: dict[str, str | None], why: str, profile: Profile, tmp_path: Path
+) -> None:
+    save_profile(profile, tmp_path / "p.json")
+    plan = replace(PLAN, estimate=FIGURES, profile=str(tmp_path / "p.json"), workload="fixed:in=4;out=8")
+    found = limits_of(replace(plan, **lacks), (1, 2), on_ray=False)
+    assert found.curve.rates == (pytest.approx(0.95 * 2.0),)
+    assert f"as {why}" in found.basis
+    assert limits_of(plan, (1, 2), on_ray=False).basis.startswith("by the plan's profile and workload")
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,11 @@ class GroupWatch:
             self._watches[number].adopted(proposal, now=now)
         self.plan = proposal_or_plan.plan
 
+    def resumed(self) -> None:
+        """See `Watch.resumed`: of all groups, as what one serves late others may have served."""
+        for watch in self._watches:
+            watch.resumed()
+
     def dwell(self, *, now: float) -> None:
         """See `Watch.dwell`: for no group."""
         for watch in self._watches:

@@ -165,6 +165,10 @@ class Watch:
         self._active_from, self._agreeing, self._best_gain = None, 0, None
         self.dwell(now=now)
 
+    def resumed(self) -> None:
+        """The service runs the active plan again after another one: times from before the next look tell nothing."""
+        self._active_from = None
+
     def dwell(self, *, now: float) -> None:
         """There is no proposal for a dwell time."""
         self._dwells_from = now

@@ -804,6 +804,8 @@ class Look(Message, frozen=True):
     """The last proposal was vetoed."""
     num_blocks: Sequence[int | None] = ()
     """KV blocks of the smallest engine of each group of replicas; None for a group of which none runs."""
+    resumed: bool = False
+    """A replica had lost devices since the last look, and has them again."""
 
 
 class PlanAdopted(Message, frozen=True):

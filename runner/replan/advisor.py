@@ -89,6 +89,8 @@ class Advisor:
         watch = self._watch
         if look.vetoed:
             watch.vetoed(now=look.now)
+        if look.resumed:
+            watch.resumed()
         if isinstance(watch, Watch):
             watch.num_blocks = next(iter(look.num_blocks), None)
         else:

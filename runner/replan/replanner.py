@@ -102,6 +102,8 @@ class Replanner:
         self._adopting = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._now, self._vetoed = 0.0, False
+        self._resumed = False
+        """Replicas had lost devices since the advisor last looked."""
         self._carrying: CarryOut | None = None
         """Carries the proposed plan out."""
         self._devices, self._follow_devices = DeviceFollower(engine, self, setup=setup), follow_devices
@@ -191,6 +193,7 @@ class Replanner:
 
     def note_devices(self, devices: FewerDevices | None) -> None:
         """What replicas that have lost devices do."""
+        self._resumed |= devices is not None
         self._set(devices=devices)
 
     def veto(self, reason: str) -> bool:
@@ -343,14 +346,21 @@ class Replanner:
                 await self._tell_adopted(untold)
             if self._advisor is None:
                 return
-        active, vetoed = self.state.plan, self._vetoed
-        blocks = self._num_blocks(active)
-        look = Look(now=self._now, left=[*self._left], running=stats.running, vetoed=vetoed, num_blocks=blocks)
-        self._vetoed = False
+        active, vetoed, resumed = self.state.plan, self._vetoed, self._resumed
+        look = Look(
+            now=self._now,
+            left=[*self._left],
+            running=stats.running,
+            vetoed=vetoed,
+            num_blocks=self._num_blocks(active),
+            resumed=resumed,
+        )
+        self._vetoed = self._resumed = False
         try:
             reply = await self._advisor.ask(look)
         except (TimeoutError, EOFError, ConnectionError) as error:  # The next one is told the same.
             self._vetoed |= vetoed
+            self._resumed |= resumed
             await self._end_advisor()
             raise OSError(f"the advisor did not answer ({type(error).__name__}); it is restarted") from None
         self._left.clear()

@@ -487,6 +487,9 @@ def test_what_began_before_the_look_that_follows_a_replan_tells_nothing_of_the_n
     assert watch._slowdown(problem, None) == 1.0
     watch.note(slow[500:], [])
     assert watch._slowdown(problem, None) == 1.5
+    watch.resumed()  # They were served on fewer devices.
+    watch.look(9.0)
+    assert watch._slowdown(problem, None) == 1.0
 
 
 def test_a_saved_plan_keeps_its_lengths_and_says_how_well_they_are_known(plan, problem, tmp_path):

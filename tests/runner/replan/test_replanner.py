@@ -17,7 +17,7 @@ from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan, save_plan, single_plans, with_utilization
 from exeplan.core.profile import Profile, save_profile
 from exeplan.core.schedule import ReplicaGroup, Schedule, single_stage
-from exeplan.drift.state import DriftState, Lengths, Replanned, Rules
+from exeplan.drift.state import DriftState, FewerDevices, Lengths, Replanned, Rules
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan, read_plan
 from exeplan.runner.compute.tokens.sampling import SamplingParams
@@ -28,6 +28,7 @@ from exeplan.runner.ipc.messages import (
     AdvisorReply,
     AdvisorRequest,
     EngineSetup,
+    LengthStatsReport,
     Look,
     Looked,
     PlanSwitched,
@@ -278,10 +279,40 @@ class Taking:
 
     def __init__(self) -> None:
         self.setups: list[EngineSetup] = []
+        self.num_blocks = 1
+
+    async def length_stats(self) -> LengthStatsReport:
+        return LengthStatsReport(number=1, now=1.0, left=(), running=())
 
     async def switch_plan(self, setup: EngineSetup) -> PlanSwitched:
         self.setups.append(setup)
         return PlanSwitched(number=1, num_blocks=1, request_tokens=1, seconds=0.0, num_recomputed=0, num_carried=0)
+
+
+class Looking:
+    """An advisor that finds nothing at each look."""
+
+    def __init__(self) -> None:
+        self.looks: list[Look] = []
+
+    async def ask(self, look: Look) -> Looked:
+        self.looks.append(look)
+        return Looked(state=DriftState(), planned=Lengths(), observed=None, proposal=None)
+
+
+def test_the_first_look_after_devices_were_lost_says_that_times_before_it_tell_nothing(plan):
+    replanner = Replanner(Taking(), plan, SPEC, setup=setup)
+    replanner._advisor = advisor = Looking()
+
+    async def look() -> None:
+        await replanner._look()
+        replanner.note_devices(FewerDevices(num_replicas=1, missed=1.0, verdict="one is left"))
+        replanner.note_devices(None)
+        await replanner._look()
+        await replanner._look()
+
+    asyncio.run(look())
+    assert [one.resumed for one in advisor.looks] == [False, True, False]
 
 
 def test_a_plan_that_is_read_again_or_given_has_the_memory_share_that_the_server_was_given(plan, tmp_path):

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -101,9 +102,8 @@ class Replanner:
         self._left: deque[RequestLengths] = deque(maxlen=_MOST_KEPT)
         self._adopting = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
-        self._now, self._vetoed = 0.0, False
-        self._resumed = False
-        """Replicas had lost devices since the advisor last looked."""
+        self._vetoed = self._resumed = False
+        """Since the advisor last looked: its proposal was vetoed; replicas had lost devices."""
         self._carrying: CarryOut | None = None
         """Carries the proposed plan out."""
         self._devices, self._follow_devices = DeviceFollower(engine, self, setup=setup), follow_devices
@@ -221,7 +221,7 @@ class Replanner:
             if self._watching is None or self._watching.done():
                 self.start()
             return
-        adopted = PlanAdopted(now=self._now, plan=plan if isinstance(plan, int) else as_json(plan))
+        adopted = PlanAdopted(now=_now(), plan=plan if isinstance(plan, int) else as_json(plan))
         try:
             reply = await self._advisor.ask(adopted)
         except (TimeoutError, EOFError, ConnectionError) as error:  # The next one begins with this plan.
@@ -260,7 +260,7 @@ class Replanner:
         diff = diff_plans(before, plan, self._spec, self._spec, bytes_per_second=speeds)
         return Replanned(
             number=self.state.num_replans + 1,
-            seconds=self._now,
+            seconds=_now(),
             source=source,
             reason=reason,
             plan=plan,
@@ -290,6 +290,7 @@ class Replanner:
             replanned = replace(
                 replanned,
                 number=self.state.num_replans + 1,
+                seconds=_now(),
                 pause_seconds=switched.seconds,
                 num_recomputed=switched.num_recomputed,
                 num_carried=switched.num_carried,
@@ -335,7 +336,6 @@ class Replanner:
 
     async def _look(self) -> None:
         stats = await self._engine.length_stats()
-        self._now = stats.now
         self._left.extend(stats.left)
         if self._advisor is None:
             if len(self._left) < self.rules.least_requests:
@@ -348,7 +348,7 @@ class Replanner:
                 return
         active, vetoed, resumed = self.state.plan, self._vetoed, self._resumed
         look = Look(
-            now=self._now,
+            now=stats.now,
             left=[*self._left],
             running=stats.running,
             vetoed=vetoed,
@@ -441,6 +441,11 @@ def _replicas(plan: Plan) -> str:
         return "one replica"
     firsts = ", ".join(map(str, _first_devices(plan)))
     return f"{plan.num_replicas} replicas on the GPUs from {firsts} on ({plan.router})"
+
+
+def _now() -> float:
+    """On the service's clock, which is that of its engine processes on this host."""
+    return time.perf_counter()
 
 
 def _written(path: Path) -> int | None:

@@ -474,7 +474,7 @@ def test_the_active_plan_is_known_where_its_engine_has_a_smaller_cache_than_plan
 
 
 def test_what_began_before_the_look_that_follows_a_replan_tells_nothing_of_the_new_plan(plan, problem):
-    """The adoption is told with the time of the look before the search and the switch."""
+    """While the plans change, requests still begin under the old one."""
     watch = Watch(plan, problem, rules=Rules(every=4.0), policies=POLICIES)
     slow = [RequestLengths(n / 100, 30, 100, True, 1e3) for n in range(800)]
     watch.note(slow[:100], [])

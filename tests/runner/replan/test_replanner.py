@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,12 +26,14 @@ from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import (
+    AdvisorReady,
     AdvisorReply,
     AdvisorRequest,
     EngineSetup,
     LengthStatsReport,
     Look,
     Looked,
+    PlanAdopted,
     PlanSwitched,
     Prompt,
     Sampling,
@@ -151,6 +154,7 @@ def test_a_better_plan_is_adopted_written_and_logged_as_a_diff(plan, tmp_path, c
         assert state.plan.schedule != SLOW
         assert state.last.new.throughput > 1.05 * state.last.old.throughput
         assert state.drift.measure > 1
+        assert state.last.seconds == pytest.approx(state.drift.seconds, abs=4 * PATIENCE)  # On one clock.
         assert state.planned.outputs.mean == 90
         assert state.observed.outputs.mean < 10
         assert state.proposed is None
@@ -293,10 +297,12 @@ class Looking:
     """An advisor that finds nothing at each look."""
 
     def __init__(self) -> None:
-        self.looks: list[Look] = []
+        self.asked: list[Look | PlanAdopted] = []
 
-    async def ask(self, look: Look) -> Looked:
-        self.looks.append(look)
+    async def ask(self, request: Look | PlanAdopted) -> AdvisorReply:
+        self.asked.append(request)
+        if isinstance(request, PlanAdopted):
+            return AdvisorReady()
         return Looked(state=DriftState(), planned=Lengths(), observed=None, proposal=None)
 
 
@@ -312,7 +318,23 @@ def test_the_first_look_after_devices_were_lost_says_that_times_before_it_tell_n
         await replanner._look()
 
     asyncio.run(look())
-    assert [one.resumed for one in advisor.looks] == [False, True, False]
+    assert [one.resumed for one in advisor.asked] == [False, True, False]
+
+
+def test_the_time_of_a_change_of_plans_is_that_of_the_change_not_of_a_look_or_a_proposal(plan):
+    replanner = Replanner(Taking(), plan, SPEC, setup=setup)
+    replanner._advisor = advisor = Looking()
+
+    async def change() -> None:
+        await replanner._look()
+        await replanner.propose(
+            replanner.describe(plan, "request", "by hand"), partial(replanner.adopt, plan, source="request")
+        )
+        began = time.perf_counter()
+        await replanner.accept()
+        assert began <= replanner.state.last.seconds <= advisor.asked[-1].now <= time.perf_counter()
+
+    asyncio.run(change())
 
 
 def test_a_plan_that_is_read_again_or_given_has_the_memory_share_that_the_server_was_given(plan, tmp_path):

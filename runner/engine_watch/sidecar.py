@@ -34,7 +34,7 @@ from exeplan.runner.engine_watch.readings import Reading, Readings
 from exeplan.units import show_seconds
 
 _WINDOW_SECONDS = 300.0
-"""Of the observed figures."""
+"""Of the observed figures; more where two readings are further apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class Sidecar:
             else:
                 self._note(between, (before, now))
         self._readings.append((now, reading))
-        while self._readings[0][0] < now - _WINDOW_SECONDS:
+        while len(self._readings) > 2 and self._readings[0][0] < now - _WINDOW_SECONDS:
             self._readings.popleft()
         state, proposal = self._watch.look(now)
         remarks += self._propose(proposal, now) if proposal else ()

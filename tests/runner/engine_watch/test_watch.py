@@ -189,6 +189,16 @@ def test_observed_figures_are_those_of_the_engine(make_plan):
     assert (observed.num_running, observed.num_waiting) == (3, 2)
 
 
+def test_figures_are_of_the_last_two_readings_where_these_are_far_apart(make_plan):
+    watch, engine = sidecar(make_plan("chunked"), plug_in=False), Engine()
+    with shown(engine) as url:
+        for number in range(3):
+            looked = watch.take(400.0 * number, read("vllm", [url]))
+            engine.end(requests(40 + number, 5))
+    assert looked.observed.num_requests == 41
+    assert looked.observed.throughput == pytest.approx(41 / 400)
+
+
 def test_at_a_rate_the_queue_counts_in_the_observed_figures_and_not_in_the_own_time_of_requests(make_plan):
     file = make_plan("chunked")
     save_plan(replace(read_plan(file), arrival_rate=1.0), file)

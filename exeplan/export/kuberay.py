@@ -79,17 +79,20 @@ def _workers(
     export: Export, instance: Instance, pod: Mapping[str, Any], container: Mapping[str, Any]
 ) -> dict[str, Any]:
     least, most = export.replicas or (instance.count, instance.count)
+    resources: dict[str, Any]
     if instance.num_gpus:
-        start: dict[str, str] = {}  # KubeRay tells Ray of the GPUs and cores of a pod's limits.
-        resources: dict[str, Any] = {"limits": {"nvidia.com/gpu": -(-instance.num_gpus // instance.num_hosts)}}
+        num_gpus = -(-instance.num_gpus // instance.num_hosts)
+        num_cpus = num_gpus  # A worker process for each.
+        resources = {"limits": {"nvidia.com/gpu": num_gpus}, "requests": {"cpu": f"{num_cpus}"}}
     else:
-        start = {"num-cpus": f"{instance.num_cpus}"}
-        resources = {"limits": {"cpu": f"{instance.num_cpus}"}, "requests": {"cpu": f"{instance.num_cpus}"}}
+        num_cpus = instance.num_cpus
+        resources = {"limits": {"cpu": f"{num_cpus}"}, "requests": {"cpu": f"{num_cpus}"}}
     return {
         "groupName": f"{instance.name}-workers",
         "replicas": least * instance.num_hosts,
         "minReplicas": least * instance.num_hosts,
         "maxReplicas": most * instance.num_hosts,
-        "rayStartParams": start,
+        # Ray's autoscaler ends where it is not told of the cores. The GPUs it knows from the limits.
+        "rayStartParams": {"num-cpus": f"{num_cpus}"},
         "template": {"spec": {**pod, "containers": [{"name": "ray-worker", **container, "resources": resources}]}},
     }

@@ -7,6 +7,7 @@ import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,22 @@ def test_worker_pods_are_the_hosts_that_replicas_need() -> None:
         cluster = objects(exported(plan, replicas=replicas), "kuberay")["RayJob"]["spec"]["rayClusterSpec"]
         [group] = cluster["workerGroupSpecs"]
         assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == expected
-        assert group["template"]["spec"]["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+        expected_resources = {"limits": {"nvidia.com/gpu": 8}, "requests": {"cpu": "8"}}
+        assert group["template"]["spec"]["containers"][0]["resources"] == expected_resources
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'exeplan[ray]'")
+@pytest.mark.parametrize(("name", "worker"), [("chunked", {"CPU": 8, "GPU": 8}), ("a CPU", {"CPU": 1})])
+def test_rays_autoscaler_reads_the_cluster(name: str, worker: dict[str, int]) -> None:
+    """It ends where a group does not say how many cores its pods have."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr as derived
+
+    job = objects(exported(PLANS[name], replicas=(1, 4)), "kuberay")["RayJob"]
+    config = derived({"metadata": {"name": "one", "namespace": "any"}, "spec": job["spec"]["rayClusterSpec"]})
+    kinds = config["available_node_types"]
+    assert kinds["headgroup"]["resources"]["CPU"] == 0
+    assert (kinds["exeplan-workers"]["min_workers"], kinds["exeplan-workers"]["max_workers"]) == (1, 4)
+    assert kinds["exeplan-workers"]["resources"] == worker
 
 
 @pytest.mark.parametrize("name", ["two replicas", "a CPU"])

@@ -160,9 +160,13 @@ class ReplicaSet:
         self._capacities = [capacities[n if n < len(capacities) else 0] for n in range(len(self._setups))]
 
     @property
-    def num_serving(self) -> int:
+    def serving(self) -> list[int]:
         """Replicas that get requests, or will when they have recovered."""
-        return sum(not one.client.failure and one.number not in self._draining for one in self._replicas)
+        return [one.number for one in self._replicas if not one.client.failure and one.number not in self._draining]
+
+    @property
+    def num_serving(self) -> int:
+        return len(self.serving)
 
     @property
     def num_starting(self) -> int:

@@ -62,6 +62,8 @@ class ServiceState(Message, frozen=True):
     """The whole service ends; running requests are finished."""
     num_waiting: int
     """Sequences of all front ends."""
+    serving: Sequence[int] | None
+    """Numbers of the replicas that do; None where there is one engine."""
     num_blocks: int
     request_tokens: int
     """Of the longest request, with its output; 0 until the replicas are ready."""

@@ -1,12 +1,14 @@
 """Admission: which requests are admitted, according to the plan.
 
 The queue is bounded; in addition a request may be refused early because it would be late. Its wait is the number of
-sequences ahead in the queue over what the plan serves with full batches, as there is a queue. Its own time is what the
-plan predicts for a prefill and the requested output tokens, at most for an output of the length that the bound is on.
+sequences ahead in the queue over what the replicas that serve now do with full batches by the plan, as there is a
+queue. Its own time is what the plan predicts for a prefill and the requested output tokens, at most for an output of
+the length that the bound is on.
 Not here: what a request may ask for (`protocol`).
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 from exeplan.core.bounds import targets_of
 from exeplan.core.plan import Plan
@@ -23,6 +25,8 @@ class Admission:
 
     def __init__(self, plan: Plan, *, max_queue: int, refuse_late: bool) -> None:
         self.max_queue, self.refuse_late = max_queue, refuse_late
+        self.serving: Callable[[], Sequence[int] | None] = lambda: None
+        """Numbers of the replicas that serve now; None where they are always the plan's."""
         self.adopt(plan)
 
     def check(self, plan: Plan) -> None:
@@ -42,12 +46,26 @@ class Admission:
         self.check(plan)
         self._bounds = bounds_of(plan)
         self._estimate: Estimate | None = plan.replay or plan.estimate
-        self._throughput = plan.full_throughput or (self._estimate.throughput if self._estimate else 0.0)
+        self._planned = plan.full_throughput or (self._estimate.throughput if self._estimate else 0.0)
+        capacities = [group.capacity for group in plan.groups for _ in group.first_devices]
+        known = [one for one in capacities if one]
+        self._shares = known if len(known) == len(capacities) else [1.0] * len(capacities)
+        """Of each replica in the plan's throughput, up to a factor."""
+
+    @property
+    def _throughput(self) -> float:
+        """What serves now, in requests/s; of at least one replica."""
+        if (serving := self.serving()) is None:
+            return self._planned
+        shares = self._shares
+        now = sum(shares[number] if number < len(shares) else shares[0] for number in serving or (0,))
+        return self._planned * now / sum(shares)
 
     def wait(self, num_waiting: int) -> float:
         """Seconds until a request that arrives now begins, as predicted; 0 for a plan without a throughput, and at most
         so many for one for a rate that lacks its capacity."""
-        return num_waiting / self._throughput if self._throughput > 0 else 0.0
+        throughput = self._throughput
+        return num_waiting / throughput if throughput > 0 else 0.0
 
     def retry_after(self, num_waiting: int) -> int:
         """Whole seconds until the waiting sequences have begun, as predicted, 1 to 60."""

@@ -110,6 +110,8 @@ class Service:
         )
         self.clients = Clients()
         engine.on_step = self._step
+        if not isinstance(engine, EngineClient):
+            admission.serving = lambda: engine.serving
         self.token_texts = TokenTexts(tokenizer)
         self.rendering = asyncio.Lock()
         """Held while a thread renders an answer: one at a time, as each takes turns with the event loop."""

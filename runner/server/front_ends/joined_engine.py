@@ -44,6 +44,7 @@ _UNKNOWN = ServiceState(
     loading=None,
     draining=False,
     num_waiting=0,
+    serving=None,
     num_blocks=0,
     request_tokens=0,
     stats=Stats(),
@@ -130,6 +131,11 @@ class JoinedEngine:
     def num_waiting(self) -> int:
         """Sequences of all front ends, as the owner said last; of this one as it is now."""
         return max(self._known.num_waiting, sum(len(job.waiting) for job in self._jobs.values()))
+
+    @property
+    def serving(self) -> Sequence[int] | None:
+        """Numbers of the replicas that serve; None where the owner has one engine."""
+        return self._known.serving
 
     def reserve(self, count: int) -> Job:
         """A job of `count` sequences, of which the owner learns when it is submitted."""

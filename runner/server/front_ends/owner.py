@@ -300,6 +300,7 @@ def _state_of(service: Service) -> ServiceState:
         loading=engine.loading,
         draining=service.draining,
         num_waiting=engine.num_waiting,
+        serving=service.admission.serving(),
         num_blocks=0 if engine.unready else engine.num_blocks,
         request_tokens=0 if engine.unready else engine.request_tokens,
         stats=engine.stats,

@@ -9,11 +9,12 @@ import pytest
 from exeplan.core.bounds import Bound
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Estimate, Schedule, Stage, single_stage
+from exeplan.core.schedule import Estimate, ReplicaGroup, Schedule, Stage, single_stage
 from exeplan.errors import InputError
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
+from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.server.admission import Admission, default_max_queue
 from exeplan.runner.server.network.clients import Client
 from exeplan.runner.server.openai.errors import RequestError
@@ -75,6 +76,50 @@ def test_at_a_rate_a_queue_is_worked_off_by_full_batches():
     assert refusal(100, refuse_late=False, **unknown).retry_after == 50  # At most.
     with pytest.raises(InputError, match=r"the plan, for a rate, lacks its capacity; `exeplan simulate` adds it"):
         refusal(0, **unknown)
+
+
+def test_a_queue_is_worked_off_by_the_replicas_that_serve():
+    """Of a plan whose two replicas serve 5 requests/s each, and of one with 4 and 1."""
+    at_rate = {"arrival_rate": 2.0, "capacity": 5.0, "replicas": (0, 1), "router": "random"}
+    other = ReplicaGroup(
+        schedule=plan().schedule, placement=(Stage(devices=(2,), layers=(0, 1)),), first_devices=(2,), capacity=2.0
+    )
+    for fields, waits in (
+        (at_rate, {(0, 1): 3.0, (0,): 6.0, (0, 1, 2, 3): 1.5, (): 6.0}),
+        ({**at_rate, "capacity": 4.0, "more_replicas": (other,)}, {(0, 1, 2): 3.0, (2,): 15.0, (0, 1): 3.75}),
+        ({"replicas": (0, 1)}, {(0, 1): 15.0, (1,): 30.0}),
+    ):
+        admission = Admission(plan(**fields), max_queue=100, refuse_late=True)
+        for numbers, seconds in waits.items():
+            admission.serving = lambda numbers=numbers: numbers
+            assert admission.wait(30) == pytest.approx(seconds)
+            assert (admission.refusal(1, num_waiting=30, max_tokens=None) is None) == (seconds <= 3.0)
+
+
+def test_a_server_asks_its_replicas_which_serve():
+    spec = load_model_spec("demo")
+    served = replace(plan(), placement=single_stage(spec), replicas=(0, 1))
+
+    async def waits() -> list[float]:
+        engine = ReplicaSet([engine_setup(served, spec)] * 4, "random", num_first=4)
+        admission = Admission(served, max_queue=8, refuse_late=False)
+        service = Service(
+            engine,
+            Tokenizer.load(spec),
+            admission,
+            plan=served,
+            spec=spec,
+            model_name="demo",
+            request_seconds=60.0,
+        )
+        try:
+            found = [admission.wait(6)]
+            engine.drain(2)
+            return [*found, admission.wait(6)]
+        finally:
+            await service.close()
+
+    assert asyncio.run(waits()) == [1.5, 2.0]
 
 
 def test_a_short_answer_may_wait_longer():

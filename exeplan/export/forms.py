@@ -4,6 +4,7 @@ config of Ray Serve, a RayJob of KubeRay.
 Every form has the same words of the same command lines.
 """
 
+import hashlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -167,13 +168,15 @@ def as_kuberay(export: Export) -> str:
         head=({**_POD, "volumes": [_SHARED_MEMORY, _PLAN_VOLUME]}, head),
         workers=({**_POD, "volumes": [_SHARED_MEMORY]}, workers),
     )
-    return _commented(export) + "---\n".join([_config_map(export), plain_yaml.dump(job)])
+    return _commented(export, "kuberay") + "---\n".join([_config_map(export), plain_yaml.dump(job)])
 
 
 def form_remarks(export: Export, form: str) -> list[str]:
     """What a form has to be said of, beside the remarks of the export."""
     if form == "dynamo":
         return list(graph_remarks(export))
+    if form == "kuberay":
+        return ["a RayJob that runs keeps its plan: to apply another one, `kubectl delete rayjob exeplan` first"]
     return list(export.router.remarks) if export.router else []
 
 
@@ -346,15 +349,16 @@ def _deployment(export: Export, instance: Instance) -> dict[str, Any]:
         spec["terminationGracePeriodSeconds"] = 75
         scrape = {"scrape": "true", "port": f"{export.port}", "path": "/metrics"}
         template["annotations"] = {f"prometheus.io/{name}": value for name, value in scrape.items()}
+        # Pods read the plan when they start, and are replaced only where their template changes.
+        template["annotations"]["exeplan/plan"] = hashlib.sha256(export.plan_text.encode()).hexdigest()
+    deployed = {"selector": {"matchLabels": labels}, "template": {"metadata": template, "spec": spec}}
+    if not export.replicas:  # KEDA's number would be overwritten by each further `kubectl apply`.
+        deployed = {"replicas": instance.count, **deployed}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": {"name": instance.name, "labels": labels},
-        "spec": {
-            "replicas": instance.count,
-            "selector": {"matchLabels": labels},
-            "template": {"metadata": template, "spec": spec},
-        },
+        "spec": deployed,
     }
 
 
@@ -479,13 +483,13 @@ def _on_port(export: Export, server: _Server) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _head(export: Export) -> list[str]:
+def _head(export: Export, form: str = "") -> list[str]:
     versions = " to ".join(dict.fromkeys(export.versions))
-    return [f"{export.engine} {versions}", *export.remarks, *form_remarks(export, "")]
+    return [f"{export.engine} {versions}", *export.remarks, *form_remarks(export, form)]
 
 
-def _commented(export: Export) -> str:
-    return "".join(f"# {line}\n" for line in _head(export))
+def _commented(export: Export, form: str = "") -> str:
+    return "".join(f"# {line}\n" for line in _head(export, form))
 
 
 FORMS: Mapping[str, Callable[[Export], str]] = {

@@ -138,6 +138,20 @@ def test_keda_takes_the_scaled_object_of_a_deployment(name: str) -> None:
     assert parser.parse_args(container["args"]).replicas == "1:1"
 
 
+def test_another_plan_replaces_the_pods_and_leaves_their_number_to_keda() -> None:
+    plan = PLANS["two replicas"]
+    other = replace(plan, router="shortest-queue")
+    for replicas in (None, (1, 4)):
+        before, same, after = (
+            objects(exported(one, replicas=replicas), "kubernetes")["Deployment"]["spec"] for one in (plan, plan, other)
+        )
+        assert before == same
+        assert before["template"] != after["template"]
+        assert before.get("replicas") == (None if replicas else 2)
+    text = FORMS["kuberay"](exported(plan))
+    assert "# a RayJob that runs keeps its plan: to apply another one, `kubectl delete rayjob exeplan` first" in text
+
+
 def test_a_field_that_an_operator_does_not_know_would_fail() -> None:
     job = objects(exported(PLANS["a CPU"]), "kuberay")["RayJob"]
     job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["minReplica"] = 1

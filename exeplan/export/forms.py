@@ -27,6 +27,9 @@ _LEADERS = "leaderworkerset.sigs.k8s.io/name"
 _OF_LEADERS = ("ports", "readinessProbe", "startupProbe")
 _POD = {"enableServiceLinks": False}
 """Of every pod: Kubernetes sets NAME_PORT for each Service, and vLLM reads VLLM_PORT."""
+_STILL_REACHED_SECONDS = 5
+"""Until no new requests come to a pod that is to end, as its address is removed from the Service meanwhile; the server
+refuses them once it drains."""
 _SECRET = {"secretKeyRef": {"name": "exeplan", "key": "api-key", "optional": True}}
 
 
@@ -346,7 +349,8 @@ def _deployment(export: Export, instance: Instance) -> dict[str, Any]:
         container["volumeMounts"] = [_MEMORY_MOUNT, _PLAN_MOUNT]
         container["livenessProbe"] = {"httpGet": {"path": "/health", "port": export.port}, "periodSeconds": 10}
         spec["volumes"] = [_SHARED_MEMORY, _PLAN_VOLUME]
-        spec["terminationGracePeriodSeconds"] = 75
+        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", f"{_STILL_REACHED_SECONDS}"]}}}
+        spec["terminationGracePeriodSeconds"] = 75 + _STILL_REACHED_SECONDS
         scrape = {"scrape": "true", "port": f"{export.port}", "path": "/metrics"}
         template["annotations"] = {f"prometheus.io/{name}": value for name, value in scrape.items()}
         # Pods read the plan when they start, and are replaced only where their template changes.

@@ -152,6 +152,15 @@ def test_another_plan_replaces_the_pods_and_leaves_their_number_to_keda() -> Non
     assert "# a RayJob that runs keeps its plan: to apply another one, `kubectl delete rayjob exeplan` first" in text
 
 
+def test_a_pod_drains_once_no_requests_come_to_it_any_more() -> None:
+    """And has the time for both, and to end, before it is killed."""
+    pod = objects(exported(PLANS["a CPU"]), "kubernetes")["Deployment"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+    drain = container["args"][container["args"].index("--drain") + 1]
+    assert pod["terminationGracePeriodSeconds"] >= 5 + float(drain.removesuffix("s")) + 10
+
+
 def test_a_field_that_an_operator_does_not_know_would_fail() -> None:
     job = objects(exported(PLANS["a CPU"]), "kuberay")["RayJob"]
     job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["minReplica"] = 1

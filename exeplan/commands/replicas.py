@@ -19,6 +19,8 @@ _LOOK_SECONDS = 0.2
 """Between two looks whether a replica has drained, or serves."""
 _PATIENCE_SECONDS = 30.0
 _REACHED = {"drain": "drained", "resume": "serving"}
+_ENDED = ("failed", "stopped", "drained")
+"""States from which a replica that was resumed does not come to serve."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,11 +77,17 @@ def _change(args: argparse.Namespace) -> Mapping[str, Any] | None:
 
 
 def _await(args: argparse.Namespace, found: list[dict[str, Any]], patience: float) -> list[dict[str, Any]]:
-    """The replicas once that one is as it was asked to be. Raises InputError where that takes too long."""
+    """The replicas once that one is as it was asked to be.
+
+    Raises InputError where that takes too long, and for one that was to serve and has failed.
+    """
     from exeplan.errors import InputError
 
     deadline = time.monotonic() + patience
     while (state := found[args.number]["state"]) != _REACHED[args.action]:
+        if args.action == "resume" and state in _ENDED:
+            reason = found[args.number]["reason"] or f"it is {state}"
+            raise InputError(f"replica {args.number} does not serve: {reason}")
         if time.monotonic() > deadline:
             raise InputError(f"replica {args.number} is {state} after {args.wait}; it goes on with that")
         time.sleep(_LOOK_SECONDS)

@@ -88,6 +88,8 @@ class ReplicaSet:
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._draining: dict[int, asyncio.Task[None]] = {}
         self._failed_at: dict[int, float] = {}
+        self._refusals: dict[int, str] = {}
+        """Why replicas could not be started, until they are."""
         self._held: set[int] = set()
         """Replicas that an operator has drained."""
         self.on_devices: Callable[[int], None] = lambda number: None
@@ -239,12 +241,15 @@ class ReplicaSet:
 
     def _state(self, number: int) -> ReplicaState:
         client, held = self.client(number), number in self._held
+        if number in self._starting:
+            return ReplicaState(number, "starting", num_requests=0, reason=None)
+        if client is None and (held or number in self._draining):
+            away = "draining" if number in self._draining else "drained"
+            return ReplicaState(number, away, num_requests=0, reason=None)
+        if failure := self._refusals.get(number) or (client and client.failure):
+            return ReplicaState(number, "failed", num_requests=0, reason=failure)
         if client is None:
-            away = "draining" if number in self._draining else "drained" if held else "stopped"
-            state = "starting" if number in self._starting else away
-            return ReplicaState(number, state, num_requests=0, reason=None)
-        if client.failure:
-            return ReplicaState(number, "failed", num_requests=0, reason=client.failure)
+            return ReplicaState(number, "stopped", num_requests=0, reason=None)
         reason = client.pause or client.unready
         state = "draining" if number in self._draining else "paused" if reason else "serving"
         return ReplicaState(number, state, num_requests=client.num_sequences, reason=reason)
@@ -275,6 +280,7 @@ class ReplicaSet:
                 replica = _Replica(replica.client, setup, number)
         except (InputError, EngineError) as error:
             self._failed_at[number] = time.monotonic()
+            self._refusals[number] = f"it could not be started: {error}"
             log.error("replica %d could not be started: %s", number, error)
             await replica.client.close()
             return
@@ -283,6 +289,7 @@ class ReplicaSet:
             raise
         finally:
             del self._starting[number]
+        self._refusals.pop(number, None)
         self.start_seconds = time.monotonic() - began
         log.info("replica %d serves after %.1f s", number, self.start_seconds)
         others = [one for one in self._replicas if one.number != number]

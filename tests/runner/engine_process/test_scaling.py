@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as with_fields
 
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.plan import Plan
@@ -83,6 +84,35 @@ def test_a_replica_that_an_operator_drains_stays_away_until_it_is_resumed() -> N
             jobs = [begin(engine, 200) for _ in range(4)]
             assert {client.num_jobs for client in engine._clients} == {2}
             assert [await answer(engine, job) for job in jobs] == [expected] * 4
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("before", ["drained", "failed"])
+def test_a_replica_that_does_not_start_again_says_why(before: str) -> None:
+    async def run() -> None:
+        setup = engine_setup(PLAN, SPEC, dummy_weights=True)
+        engine = ReplicaSet([setup] * 2, "shortest-queue")
+        try:
+            await engine.until_ready()
+            if before == "drained":
+                engine.drain(1)
+            else:
+                await engine.client(1).close()  # As one that has failed for good.
+            await until(lambda: engine.states()[1].state == before)
+            model = with_fields(setup.model, directory="/nowhere")
+            engine._setups[1] = with_fields(setup, model=model, engine=with_fields(setup.engine, dummy_weights=False))
+            engine.resume(1)
+            assert engine.states()[1].state == "starting"
+            await until(lambda: engine.num_starting == 0)
+            assert engine.states()[1].state == "failed"
+            assert engine.states()[1].reason.startswith("it could not be started: /nowhere holds no *.safetensors")
+            engine._setups[1] = setup
+            engine.resume(1)
+            await until(lambda: engine.num_serving == 2)
+            assert [(one.state, one.reason) for one in engine.states()] == [("serving", None)] * 2
         finally:
             await engine.close()
 

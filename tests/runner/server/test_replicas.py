@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -213,6 +214,40 @@ def test_the_command_says_when_a_replica_still_drains(replicas, pair):
         status, _, said = replicas("drain", "1", "--wait", "100ms")
         assert (status, said) == (2, "replica 1 is draining after 100ms; it goes on with that")
         assert replicas("resume", "1")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "sentence"),
+    [
+        ("failed", "it could not be started: no room", "replica 1 does not serve: it could not be started: no room"),
+        ("stopped", None, "replica 1 does not serve: it is stopped"),
+    ],
+)
+def test_the_command_waits_for_no_replica_that_does_not_start_again(replicas, state, reason, sentence):
+    """It is told so by a server that says that the replica starts, and then how it is."""
+    told = [("starting", None), (state, reason)]
+
+    class Told(BaseHTTPRequestHandler):
+        def do_POST(self):
+            state, reason = told.pop(0)
+            one = {"number": 1, "state": state, "num_requests": 0, "reason": reason}
+            body = json.dumps({"replicas": [{**one, "number": 0}, one]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self):
+            self.do_POST()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        status, _, said = replicas("resume", "1", "--wait", "2min", url=f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert (status, said) == (2, sentence)
 
 
 @pytest.mark.parametrize(

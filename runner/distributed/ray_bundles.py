@@ -1,7 +1,7 @@
 """Bundles: what a pipeline asks of a Ray cluster, as pure functions.
 
 A bundle lies on one node. A stage is one, so that its tensor-parallel ranks are next to each other; one that no node
-has room for is divided into as few as possible.
+has room for, with the other stages on the nodes as well, is divided into few.
 Not here: Ray itself (`ray_launcher.py`).
 """
 
@@ -32,7 +32,8 @@ def worker_resources(device: str, num_threads: int) -> dict[str, float]:
 def bundles(placement: Placement, worker: Resources, nodes: Sequence[Resources]) -> tuple[Bundle, ...]:
     """The bundles of all stages on a cluster of nodes with these resources.
 
-    A stage's ranks are on one node where any has room for them.
+    All of them fit the nodes at once. Large stages are given a node first; what finds none is divided over the room
+    that is left.
 
     Raises InputError where the whole cluster, with nothing else on it, has no room for all workers.
     """
@@ -43,11 +44,19 @@ def bundles(placement: Placement, worker: Resources, nodes: Sequence[Resources])
             f"the plan needs {_amount(worker, num_workers)}, the Ray cluster's nodes have room for {sum(room)} of its "
             f"{num_workers} workers: {'; '.join(_shown(node, worker) for node in nodes)}"
         )
-    widest = max(room, default=0)
+    sizes = [stage.tensor_parallel_size for stage in placement]
+    largest_first = sorted(range(len(placement)), key=lambda number: -sizes[number])
+    parts: dict[int, list[tuple[int, ...]]] = {}
+    for number in largest_first:
+        if sizes[number] <= max(room):
+            parts[number] = _parts(placement[number].devices, room)
+    for number in largest_first:
+        if number not in parts:
+            parts[number] = _parts(placement[number].devices, room)
     return tuple(
         Bundle(part, {name: amount * len(part) for name, amount in worker.items()})
-        for stage in placement
-        for part in _parts(stage.devices, widest)
+        for number in range(len(placement))
+        for part in parts[number]
     )
 
 
@@ -62,8 +71,17 @@ def devices_left(placement: Placement, worker: Resources, nodes: Sequence[Resour
     return tuple(tuple(devices[at:end]) for at, end in pairwise([0, *ends]) if end > at)
 
 
-def _parts(devices: Sequence[int], widest: int) -> list[tuple[int, ...]]:
-    return [tuple(devices[at : at + widest]) for at in range(0, len(devices), widest)]
+def _parts(devices: Sequence[int], room: list[int]) -> list[tuple[int, ...]]:
+    """One where a node has room for it, the node with the least such room; each takes its room away."""
+    parts = []
+    while devices:
+        wanted = len(devices)
+        node = min(range(len(room)), key=lambda node: (room[node] < wanted, abs(room[node] - wanted)))
+        count = min(wanted, room[node])
+        room[node] -= count
+        parts.append(tuple(devices[:count]))
+        devices = devices[count:]
+    return parts
 
 
 def _room(node: Resources, worker: Resources) -> int:

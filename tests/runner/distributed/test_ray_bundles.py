@@ -1,6 +1,10 @@
 """A stage lies on one node where one has room for it, and on as few as possible otherwise."""
 
+from itertools import accumulate, pairwise
+
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from exeplan.core.schedule import Stage
 from exeplan.errors import InputError
@@ -14,6 +18,11 @@ def devices(placement, worker, nodes):
     return [bundle.devices for bundle in bundles(placement, worker, nodes)]
 
 
+def pipeline(sizes):
+    ends = accumulate(sizes, initial=0)
+    return tuple(Stage(devices=tuple(range(*pair)), layers=(n, n + 1)) for n, pair in enumerate(pairwise(ends)))
+
+
 def test_a_worker_takes_a_gpu_or_the_cores_of_its_threads():
     assert (CPU, GPU) == ({"CPU": 2.0}, {"GPU": 1.0})
 
@@ -25,6 +34,37 @@ def test_a_bundle_a_stage():
 
 def test_a_stage_that_no_node_has_room_for_is_divided_into_as_few_as_possible():
     assert devices(PIPELINE, GPU, [{"GPU": 2.0}, {"GPU": 2.0}]) == [(0, 1), (2,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room", "expected"),
+    [
+        ((2, 2, 2), (3, 3), [(0, 1), (2, 3), (4,), (5,)]),
+        ((2, 2), (3, 1), [(0, 1), (2,), (3,)]),
+        ((1, 1, 3), (3, 2), [(0,), (1,), (2, 3, 4)]),
+        ((3, 2), (1, 2, 2), [(0, 1), (2,), (3, 4)]),
+        ((5, 5), (4, 4, 2), [(0, 1, 2, 3), (4,), (5, 6, 7, 8), (9,)]),
+    ],
+)
+def test_all_bundles_have_a_node_at_once(sizes, room, expected):
+    assert devices(pipeline(sizes), GPU, [{"GPU": float(count)} for count in room]) == expected
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.lists(st.integers(0, 4), min_size=1, max_size=6))
+def test_whatever_room_is_enough_is_used(sizes, room):
+    """Trying every node for every bundle finds one for all."""
+    assume(sum(sizes) <= sum(room))
+    found = devices(pipeline(sizes), GPU, [{"GPU": float(count)} for count in room])
+    assert [device for part in found for device in part] == list(range(sum(sizes)))
+    assert fits([len(part) for part in found], tuple(room))
+
+
+def fits(sizes, room):
+    if not sizes:
+        return True
+    size, *others = sizes
+    places = [node for node, count in enumerate(room) if count >= size]
+    return any(fits(others, (*room[:node], room[node] - size, *room[node + 1 :])) for node in places)
 
 
 def test_a_cluster_that_is_too_small_is_named_with_what_it_has():

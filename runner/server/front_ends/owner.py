@@ -106,17 +106,28 @@ class FrontEnds:
         return {one.name: one.num_jobs for one in self._here.values() if one.name}
 
     async def _place(self) -> None:
-        """Has front ends placed, until this is cancelled; the process that does it is replaced where it ends."""
+        """Has front ends placed, until this is cancelled; the process that does it is replaced where it ends.
+
+        What is refused from the start is not tried again; later the cluster may be away for a while.
+        """
+        any_placed = False
         while True:
-            placer = await PlacerProcess.start(self._placing)
+            placer, refusal = await PlacerProcess.start(self._placing), ""
             try:
                 while placed := await placer.next():
                     if isinstance(placed[0], PlacingRefused):
-                        return log.error("no front ends on other hosts: %s", placed[0].message)
+                        refusal = placed[0].message
+                        break
+                    any_placed = True
                     self._begin(self._serve(placer, *placed))
             finally:
                 await placer.close()
-            log.error("the process that places front ends has ended; another one follows")
+            if refusal:
+                log.error("no front ends on other hosts: %s", refusal)
+                if not any_placed:
+                    return
+            else:
+                log.error("the process that places front ends has ended; another one follows")
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _serve(self, placer: PlacerProcess, placed: FrontEndPlaced, connection: socket.socket) -> None:

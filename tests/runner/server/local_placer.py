@@ -1,6 +1,7 @@
 """Stands in for `exeplan.runner.server.front_ends.placing` where there is no Ray: front ends on this host; a program.
 
 They are forked as an agent forks them, and reach their owner by a door. With `--port 0` each has a port of its own.
+While the file of PLACER_REFUSES_WHILE exists there is no cluster.
 """
 
 import contextlib
@@ -9,11 +10,18 @@ import queue
 import socket
 import sys
 import threading
+from pathlib import Path
 
 from exeplan.runner.ipc.door import Door
 from exeplan.runner.ipc.fork_server import ForkServer
 from exeplan.runner.ipc.frames import frame
-from exeplan.runner.ipc.front_end_messages import PLACER_COMMANDS, FrontEndLost, FrontEndPlaced, PlaceFrontEnds
+from exeplan.runner.ipc.front_end_messages import (
+    PLACER_COMMANDS,
+    FrontEndLost,
+    FrontEndPlaced,
+    PlaceFrontEnds,
+    PlacingRefused,
+)
 from exeplan.runner.ipc.handshake import dial
 from exeplan.runner.server.front_ends.agent import FRONT_END
 
@@ -24,6 +32,8 @@ def main(descriptor: int) -> None:
     channel = socket.socket(fileno=descriptor)
     placing = PLACER_COMMANDS.read(channel.recv)
     assert isinstance(placing, PlaceFrontEnds)
+    if Path(os.environ["PLACER_REFUSES_WHILE"]).exists():
+        return channel.sendall(frame(PlacingRefused(message="there is no cluster")))
     forks, lacking = ForkServer((FRONT_END,), name="exeplan-fforks"), queue.SimpleQueue[int]()
     for number in range(1, placing.count + 1):
         lacking.put(number)

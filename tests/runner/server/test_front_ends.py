@@ -59,6 +59,7 @@ def serving(
     log = folder / "log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLACER_FOR_TESTS", str(Path(__file__).parent))
+        patch.setenv("PLACER_REFUSES_WHILE", str(folder / "no cluster"))
         given = {"replicas": (0, 1), "replan": "off", "ray": "auto", "front_ends": 2, **options}
         with launch(schedule, log=log, **given) as owner:
             service = Service(owner, log)
@@ -142,6 +143,21 @@ def test_a_killed_front_end_loses_its_own_connections_and_another_takes_its_plac
     eventually(lambda: len(both.urls) > known)
     eventually(lambda: both.other.call("/ready").status == 200)
     assert both.other.complete(SHORT).status == 200
+
+
+def test_front_ends_are_placed_again_when_a_cluster_that_was_away_is_back(both: Service) -> None:
+    (placer,) = (
+        pid
+        for pid in descendants(both.owner.process.pid)
+        if b"local_placer" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    known, away = len(both.urls), both.log.with_name("no cluster")
+    away.touch()
+    os.kill(placer, signal.SIGKILL)
+    eventually(lambda: "no front ends on other hosts: there is no cluster" in both.log.read_text())
+    away.unlink()
+    eventually(lambda: len(both.urls) > known)
+    eventually(lambda: both.other.call("/ready").status == 200)
 
 
 def test_limits_of_a_key_count_at_all_front_ends(launch: Callable[..., Any], tmp_path: Path) -> None:

@@ -55,7 +55,16 @@ _LOOK_SECONDS = 1.0
 _SAY_SECONDS = 10.0
 """Between two lines of a log while there is no room."""
 _SILENT_SECONDS = 30.0
-"""How long nothing is placed on a node that has fallen silent; Ray gives it up within that time by its defaults."""
+"""How long nothing is placed on a node that has fallen silent, or cannot run an agent; Ray gives a silent one up within
+that time by its defaults."""
+
+
+class _NodeRefusesError(Exception):
+    """A node cannot run an agent, as the sentence says."""
+
+    def __init__(self, sentence: str, node: str) -> None:
+        super().__init__(sentence)
+        self.node = node
 
 
 class RayLauncher:
@@ -86,7 +95,7 @@ class RayLauncher:
         self._placement: Placement | None = None
         self._agents: dict[int, _Agent] = {}
         self._silent = dict.fromkeys(setup.silent, time.monotonic() + _SILENT_SECONDS)
-        """Until when nodes are left out that have fallen silent: Ray may take them for healthy."""
+        """Until when nodes are left out that are silent, or cannot run an agent: Ray may take them for healthy."""
         self._ran: Placement | None = None
         """The placement that had room last."""
         self._reduced: Placement | None = None
@@ -99,12 +108,19 @@ class RayLauncher:
         if placement == self._placement and not any(agent.gone for agent in self._agents.values()):
             return
         self._release()
-        wanted = self._await_room(placement)
-        try:
-            self._agents = self._place(wanted)
-        except BaseException:
-            self._release()
-            raise
+        while not self._agents:
+            wanted = self._await_room(placement)
+            try:
+                self._agents = self._place(wanted)
+            except _NodeRefusesError as error:
+                self._free_group()
+                if not (self._ran or self._setup.started):
+                    raise InputError(str(error)) from None
+                log.error("%s; other nodes are looked for", error)
+                self._silent[error.node] = time.monotonic() + _SILENT_SECONDS
+            except BaseException:
+                self._release()
+                raise
         self._placement = self._ran = placement
         self._reduced = self._reduced or placement
         if self._setup.away and placement == self._reduced:
@@ -208,9 +224,12 @@ class RayLauncher:
             self._group = None
 
     def _place(self, wanted: Sequence[Bundle]) -> dict[int, "_Agent"]:
-        """Agents of all devices. Raises InputError for a node that cannot run one, ChildProcessError for a lost one."""
+        """Agents of all devices. Raises _NodeRefusesError for a node that cannot run one, ChildProcessError for a lost
+        one."""
         self._on_progress("starting workers on the Ray cluster", 0.0)
+        assert self._group is not None
         handles: dict[int, ActorHandle] = {}
+        bundle_of = {device: index for index, bundle in enumerate(wanted) for device in bundle.devices}
         for index, bundle in enumerate(wanted):
             for device in bundle.devices:
                 handles[device] = _actor(
@@ -222,7 +241,11 @@ class RayLauncher:
         try:
             found = [agent.begin("look", self._model) for agent in agents.values()]
             for (device, agent), one in zip(agents.items(), found, strict=True):
-                agent.meet(device, one, self.address)
+                try:
+                    agent.meet(device, one, self.address)
+                except InputError as error:
+                    nodes = placement_group_table(self._group)["bundles_to_node_id"]
+                    raise _NodeRefusesError(str(error), nodes[bundle_of[device]]) from None
         except BaseException:
             for agent in agents.values():
                 agent.release()

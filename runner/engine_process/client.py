@@ -553,8 +553,10 @@ class EngineClient:
                 self._note_devices(back=event.there)
             case EngineBroken():
                 return _End(event.message, final=event.final, left=event.left)
-            case EngineReady() | SetupRefused():
-                return _End(f"the engine process sent {type(event).__name__} a second time")
+            case SetupRefused():  # Where it started its workers again.
+                return _End(event.message)
+            case EngineReady():
+                return _End("the engine process sent EngineReady a second time")
             case _:
                 assert_never(event)
         return None

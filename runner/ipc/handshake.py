@@ -28,14 +28,14 @@ class KeyChallengeError(ConnectionError):
 def dial(host: str, port: int, key: bytes) -> socket.socket:
     """A connection on which both ends have completed the key challenge.
 
-    Raises InputError where nobody answers, or somebody with another key.
+    Raises ConnectionError where nothing answers in time, InputError where something with another key does.
     """
     try:
         return _proved(socket.create_connection((host, port), timeout=SECONDS), key)
     except KeyChallengeError:
         raise InputError(f"{host}:{port} does not know the token, or is no engine") from None
     except OSError as error:
-        raise InputError(
+        raise ConnectionError(
             f"no engine answers at {host}:{port} ({error.strerror or error}); can it be reached from here?"
         ) from None
 

@@ -21,7 +21,7 @@ from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.engine_process.link import _IMPORTED
 from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.fork_server import ForkServer
-from exeplan.runner.ipc.messages import EngineSetup, Event, IterationDone, Prompt, Sampling, Stats
+from exeplan.runner.ipc.messages import EngineSetup, Event, IterationDone, Prompt, Sampling, SetupRefused, Stats
 
 from ..processes import PATIENCE, is_alive
 
@@ -40,6 +40,17 @@ def prompt(token: int = 1, *, n: int = 1) -> Prompt:
         sampling=Sampling(**asdict(SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True))),
         n=n,
     )
+
+
+def test_an_engine_that_cannot_start_its_workers_again_says_why() -> None:
+    async def run() -> str:
+        engine = EngineClient(setup())
+        end = engine._take(SetupRefused(message="the plan needs 2 x 1 GPU"))
+        await engine.close()
+        assert end
+        return end.reason
+
+    assert asyncio.run(run()) == "the plan needs 2 x 1 GPU"
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

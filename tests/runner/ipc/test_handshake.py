@@ -105,5 +105,5 @@ def test_an_old_proof_is_refused(port):
 def test_an_address_that_does_not_accept_is_one_sentence():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(InputError, match=f"no engine answers at 127.0.0.1:{port} "):
+    with pytest.raises(ConnectionError, match=f"no engine answers at 127.0.0.1:{port} "):
         dial("127.0.0.1", port, KEY)

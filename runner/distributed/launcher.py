@@ -64,8 +64,9 @@ class Launcher(Protocol):
     address: str
     """Where the engine's host listens for the others."""
 
-    def prepare(self, placement: Placement) -> None:
-        """Before a generation for this placement: waits for the hosts. Raises InputError where that is of no use."""
+    def prepare(self, placement: Placement, *, num_threads: int) -> None:
+        """Before a generation for this placement, of workers that compute with that number of threads: waits for the hosts. Raises
+        InputError where that is of no use."""
 
     def locate(self, device: int) -> DeviceAddress: ...
 
@@ -92,7 +93,7 @@ class LocalLauncher:
     def __init__(self) -> None:
         self._buffers: list[SharedBuffer] = []
 
-    def prepare(self, placement: Placement) -> None:
+    def prepare(self, placement: Placement, *, num_threads: int) -> None:
         """There is no other host."""
 
     def locate(self, device: int) -> DeviceAddress:

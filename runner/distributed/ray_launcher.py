@@ -88,7 +88,7 @@ class RayLauncher:
         """
         self._setup, self._model, self._on_progress = setup, model, on_progress
         self._on_left, self._on_back = on_left, on_back
-        self._worker = worker_resources(options.device, num_threads)
+        self._device, self._worker = options.device, worker_resources(options.device, num_threads)
         connect(setup.address)
         self.address: str = ray.util.get_node_ip_address()
         self._group: PlacementGroup | None = None
@@ -96,18 +96,21 @@ class RayLauncher:
         self._agents: dict[int, _Agent] = {}
         self._silent = dict.fromkeys(setup.silent, time.monotonic() + _SILENT_SECONDS)
         """Until when nodes are left out that are silent, or cannot run an agent: Ray may take them for healthy."""
-        self._ran: Placement | None = None
-        """The placement that had room last."""
+        self._ran: tuple[Placement, dict[str, float]] | None = None
+        """The placement that had room last, and what each of its workers took."""
         self._reduced: Placement | None = None
         """The first one, where workers are away from it."""
         self._awaiting: _Awaited | None = None
         """Room for these."""
 
-    def prepare(self, placement: Placement) -> None:
-        """Places agents where there are none for this placement, or one of them is gone."""
-        if placement == self._placement and not any(agent.gone for agent in self._agents.values()):
+    def prepare(self, placement: Placement, *, num_threads: int) -> None:
+        """Places agents where there are none for this placement, or with other resources, or one of them is gone."""
+        worker = worker_resources(self._device, num_threads)
+        same = placement == self._placement and worker == self._worker
+        if same and not any(agent.gone for agent in self._agents.values()):
             return
         self._release()
+        self._worker = worker
         while not self._agents:
             wanted = self._await_room(placement)
             try:
@@ -121,7 +124,7 @@ class RayLauncher:
             except BaseException:
                 self._release()
                 raise
-        self._placement = self._ran = placement
+        self._placement, self._ran = placement, (placement, worker)
         self._reduced = self._reduced or placement
         if self._setup.away and placement == self._reduced:
             self._awaiting = _Awaited(self._setup, self._worker, self._on_back)
@@ -167,7 +170,7 @@ class RayLauncher:
         `ROOM_SECONDS`, for a change of plans `SWITCH_SECONDS`, and raises InputError then, as at once for what the
         cluster will never have room for.
         """
-        patient = placement == self._ran if self._ran else self._setup.started
+        patient = (placement, self._worker) == self._ran if self._ran else self._setup.started
         limit = SWITCH_SECONDS if self._ran else ROOM_SECONDS
         began, said, reserved = time.monotonic(), 0.0, None
         left: tuple[tuple[int, ...], ...] | None = None

@@ -132,7 +132,7 @@ class WorkerGroup:
         self._launcher.unshare()
 
     def _start(self, generation: int, on_loading: OnLoading) -> None:
-        self._launcher.prepare(self._setup.placement)
+        self._launcher.prepare(self._setup.placement, num_threads=self._setup.num_threads)
         devices = _devices(self._setup.placement)
         addresses = [self._launcher.locate(device) for device in devices]
         store = self._open_store(self._setup.deadline_seconds)

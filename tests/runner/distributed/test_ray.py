@@ -219,6 +219,19 @@ def refusal(folder: Path, plan: str, address: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
+def test_a_plan_with_more_threads_than_a_node_has_cores_is_refused_and_the_one_before_goes_on(
+    tmp_path: Path, cluster: Cluster, expected: list[list[str]]
+) -> None:
+    with serving(tmp_path, SINGLE, "--ray", cluster.address) as server:
+        with (tmp_path / "plan.yaml").open("a") as plan:
+            plan.write("num_threads: 2\n")
+        server.process.send_signal(signal.SIGHUP)
+        sentence = "the plan needs 1 x 2 CPU, the Ray cluster's nodes have room for 0 of its 1 workers"
+        eventually(lambda: sentence in server.log)
+        assert server.tokens() == expected
+        assert server.stop() == 0
+
+
 def test_a_plan_that_the_cluster_will_never_have_room_for_is_refused(tmp_path: Path, cluster: Cluster) -> None:
     layers = ", ".join(f"{{devices: [{stage}], layers: [{stage}, {stage + 1}]}}" for stage in range(6))
     plan = f"schedule: {{policy: orca, max_num_seqs: 6, micro_batches: 6}}\nplacement: [{layers}]\n"

@@ -46,10 +46,11 @@ class Launcher(RayLauncher):
             OPTIONS.engine,
             1,
         )
-        self.refusing, self.avoided = list(refusing), list[list[str]]()
+        self.refusing, self.avoided, self.asked = list(refusing), list[list[str]](), list[dict[str, float]]()
 
     def _await_room(self, placement: Placement) -> tuple[Bundle, ...]:
         self.avoided.append(list(self._silent))
+        self.asked.append(dict(self._worker))
         return (Bundle(devices=(0,), resources=dict(self._worker)),)
 
     def _place(self, wanted: Sequence[Bundle]) -> dict[int, Any]:
@@ -66,14 +67,21 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_node_that_refuses_ends_the_first_start() -> None:
     with pytest.raises(InputError, match="the node b of the Ray cluster has no model"):
-        Launcher("b").prepare(PLACEMENT)
+        Launcher("b").prepare(PLACEMENT, num_threads=1)
 
 
 def test_a_pipeline_that_has_run_goes_on_on_other_nodes_than_one_that_refuses() -> None:
     launcher = Launcher("b", "c", None, started=True)
-    launcher.prepare(PLACEMENT)
+    launcher.prepare(PLACEMENT, num_threads=1)
     assert launcher.avoided == [[], ["b"], ["b", "c"]]
     launcher._agents[0].gone = True
     launcher.refusing = ["d", None]
-    launcher.prepare(PLACEMENT)
+    launcher.prepare(PLACEMENT, num_threads=1)
     assert launcher.avoided[3:] == [["b", "c"], ["b", "c", "d"]]
+
+
+def test_workers_with_more_threads_are_placed_anew_with_more_cores() -> None:
+    launcher = Launcher(None, None, None)
+    for num_threads in (1, 1, 2, 2, 1):
+        launcher.prepare(PLACEMENT, num_threads=num_threads)
+    assert launcher.asked == [{"CPU": 1.0}, {"CPU": 2.0}, {"CPU": 1.0}]

@@ -355,7 +355,7 @@ def _deployment(export: Export, instance: Instance) -> dict[str, Any]:
         template["annotations"] = {f"prometheus.io/{name}": value for name, value in scrape.items()}
         # Pods read the plan when they start, and are replaced only where their template changes.
         template["annotations"]["exeplan/plan"] = hashlib.sha256(export.plan_text.encode()).hexdigest()
-    deployed = {"selector": {"matchLabels": labels}, "template": {"metadata": template, "spec": spec}}
+    deployed: dict[str, Any] = {"selector": {"matchLabels": labels}, "template": {"metadata": template, "spec": spec}}
     if not export.replicas:  # KEDA's number would be overwritten by each further `kubectl apply`.
         deployed = {"replicas": instance.count, **deployed}
     return {

@@ -65,8 +65,10 @@ class Launcher(Protocol):
     """Where the engine's host listens for the others."""
 
     def prepare(self, placement: Placement, *, num_threads: int) -> None:
-        """Before a generation for this placement, of workers that compute with that number of threads: waits for the hosts. Raises
-        InputError where that is of no use."""
+        """Before a generation for this placement, of workers with `num_threads` each: waits for the hosts.
+
+        Raises InputError where that is of no use.
+        """
 
     def locate(self, device: int) -> DeviceAddress: ...
 

@@ -186,6 +186,7 @@ class EngineClient:
         Raises InputError when the model cannot be loaded, EngineError when the process failed.
         """
         await self._load()
+        self._resume()  # It may have got jobs of another client.
         self._supervising = asyncio.create_task(self._supervise())
         self._watching = asyncio.create_task(self._watch())
 

@@ -4,7 +4,7 @@ A request goes to one replica, with all its sequences, by the plan's router; a r
 failed gets none while another is up. What a replica had when it failed goes on on the others, with its tokens so far.
 So does what one had that has been paused for `MOVE_SECONDS` and may be for long: because it loads that long, or is on
 other hosts and has to find room for its workers.
-The set has failed when all replicas have.
+The set has failed when all replicas have, and none is starting: one that starts goes on with what the last had.
 A replica that has lost devices may go on with a plan for those that are left, and back to its own (`fall_back`,
 `switch_replica`).
 Replicas may start and stop while it runs: one that stops drains first, and is used again if it is wanted before. One
@@ -86,6 +86,8 @@ class ReplicaSet:
         self._setups = list(setups)
         self._capacities = [setup.capacity for setup in setups]
         self._starting: dict[int, asyncio.Task[None]] = {}
+        self._coming: dict[int, _Replica] = {}
+        """What these tasks start."""
         self._draining: dict[int, asyncio.Task[None]] = {}
         self._failed_at: dict[int, float] = {}
         self._refusals: dict[int, str] = {}
@@ -271,17 +273,16 @@ class ReplicaSet:
     async def _start(self, number: int) -> None:
         if ending := self._draining.get(number):  # Its devices are not free before.
             await asyncio.wait([ending])
-        replica, began = self._replica(number), time.monotonic()
+        replica = self._coming[number] = self._replica(number)
+        began = time.monotonic()
         try:
-            await replica.client.until_ready()
-            while replica.setup != self._setups[number]:  # Another plan was adopted meanwhile.
-                setup = self._setups[number]
-                await replica.client.switch_plan(setup)
-                replica = _Replica(replica.client, setup, number)
+            replica = await self._ready(replica)
         except (InputError, EngineError) as error:
             self._failed_at[number] = time.monotonic()
             self._refusals[number] = f"it could not be started: {error}"
             log.error("replica %d could not be started: %s", number, error)
+            self._move(replica.client, crashed=False)
+            replica.client.fail_all(EngineError(str(error)))
             await replica.client.close()
             return
         except asyncio.CancelledError:
@@ -298,6 +299,17 @@ class ReplicaSet:
         self._watching.append(asyncio.create_task(self._watch(replica)))
         if number in self._held:
             self._end(number)
+
+    async def _ready(self, replica: _Replica) -> _Replica:
+        """Once its engine runs the plan that is active then."""
+        try:
+            await replica.client.until_ready()
+            while replica.setup != (setup := self._setups[replica.number]):  # Another plan was adopted meanwhile.
+                await replica.client.switch_plan(setup)
+                replica = _Replica(replica.client, setup, replica.number)
+            return replica
+        finally:
+            del self._coming[replica.number]
 
     async def _drain(self, replica: _Replica) -> None:
         while replica.client.num_jobs:
@@ -371,12 +383,18 @@ class ReplicaSet:
     @property
     def pause(self) -> str | None:
         """Why nothing runs: every replica that has not failed is paused."""
-        return self._common([client.pause for client in self._clients if not client.failure])
+        return self._only_coming or self._common([client.pause for client in self._clients if not client.failure])
 
     @property
     def long_pause(self) -> str | None:
         """Why nothing will run for long: so it is in every replica that has not failed."""
-        return self._common([client.long_pause for client in self._clients if not client.failure])
+        return self._only_coming or self._common([client.long_pause for client in self._clients if not client.failure])
+
+    @property
+    def _only_coming(self) -> str | None:
+        """That all replicas have failed but one that starts; None otherwise."""
+        failed = all(client.failure for client in self._clients)
+        return "the replicas have failed, another one is being started" if failed and self._starting else None
 
     @staticmethod
     def _common(pauses: Sequence[str | None]) -> str | None:
@@ -388,17 +406,17 @@ class ReplicaSet:
 
     @property
     def guarded(self) -> bool:
-        """Whether one that has not failed is watched, and each of them is."""
+        """Whether one that has not failed is watched, or starts, and each of them is."""
         clients = [client for client in self._clients if not client.failure]
-        return bool(clients) and all(client.guarded for client in clients)
+        return bool(clients or self._starting) and all(client.guarded for client in clients)
 
     @property
     def num_jobs(self) -> int:
-        return sum(client.num_jobs for client in self._clients)
+        return sum(one.client.num_jobs for one in (*self._replicas, *self._coming.values()))
 
     @property
     def num_waiting(self) -> int:
-        return sum(client.num_waiting for client in self._clients)
+        return sum(one.client.num_waiting for one in (*self._replicas, *self._coming.values()))
 
     def reserve(self, count: int) -> Job:
         """A job of `count` sequences on the replica that the router chooses."""
@@ -423,14 +441,15 @@ class ReplicaSet:
         return [one for one, client in clients if not client.failure and not client.pause and not client.stall]
 
     def _choose(self) -> EngineClient:
-        """By the router, among the replicas that work, or all where none does."""
-        some = self._up or [one for one in self._replicas if not one.client.failure] or self._replicas
+        """By the router, among the replicas that work; where none does, those that may again, or start."""
+        alive = [one for one in self._replicas if not one.client.failure]
+        some = self._up or alive or list(self._coming.values()) or self._replicas
         queues = Queues((one.client.num_sequences for one in some), [self._capacities[one.number] for one in some])
         return some[self._router.choose(queues)].client
 
     def _move(self, failed: EngineClient, *, crashed: bool = True) -> None:
         """Others go on with the jobs of a replica that has failed or drains, as long as there are others."""
-        if all(client.failure for client in self._clients):
+        if all(client.failure for client in self._clients) and not self._coming:
             return
         for job in failed.jobs:
             self._jobs[job.job_id] = other = self._choose()
@@ -516,8 +535,8 @@ class ReplicaSet:
                 await replica.client.switch_plan(replica.setup)
 
     def fail_all(self, error: Exception) -> None:
-        for client in self._clients:
-            client.fail_all(error)
+        for one in (*self._replicas, *self._coming.values()):
+            one.client.fail_all(error)
 
     async def close(self) -> None:
         """Ends all engine processes."""
@@ -529,7 +548,7 @@ class ReplicaSet:
         await asyncio.to_thread(self._forks.close)
 
     async def _watch(self, replica: _Replica) -> None:
-        """Says when a replica has failed; the set has failed with the last of them.
+        """Says when a replica has failed; the set has failed with the last of them, where none comes up any more.
 
         Where only replicas that drain are left, one of them serves again.
         """
@@ -537,9 +556,11 @@ class ReplicaSet:
         await client.ended.wait()
         if not any(one.client is client for one in self._replicas):  # It has drained.
             return
+        num_left, total = sum(not one.client.failure for one in self._replicas), len(self._replicas)
+        log.error("replica %d: %s; %d of %d replicas go on", replica.number, client.failure, num_left, total)
+        while self._only_coming:
+            await asyncio.wait(list(self._starting.values()))
         left = [one.number for one in self._replicas if not one.client.failure]
-        total = len(self._replicas)
-        log.error("replica %d: %s; %d of %d replicas go on", replica.number, client.failure, len(left), total)
         if not left:
             self.failure = client.failure
             self.ended.set()

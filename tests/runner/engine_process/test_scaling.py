@@ -18,7 +18,7 @@ from exeplan.errors import InputError
 from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.job import EngineError, Job
-from exeplan.runner.engine_process.replicas import ReplicaSet
+from exeplan.runner.engine_process.replicas import ReplicaSet, _Replica
 from exeplan.runner.ipc.messages import EngineSetup, LengthStatsReport, PlanSwitched, Prompt, Sampling
 from exeplan.runner.server.scaler import limits_of
 
@@ -84,6 +84,61 @@ def test_a_replica_that_an_operator_drains_stays_away_until_it_is_resumed() -> N
             jobs = [begin(engine, 200) for _ in range(4)]
             assert {client.num_jobs for client in engine._clients} == {2}
             assert [await answer(engine, job) for job in jobs] == [expected] * 4
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("comes_up", [True, False])
+def test_a_replica_that_starts_goes_on_with_what_the_last_one_had_when_it_failed(comes_up: bool) -> None:
+    async def run() -> None:
+        setup = engine_setup(PLAN, SPEC, dummy_weights=True)
+        engine = ReplicaSet([setup] * 2, "shortest-queue", num_first=1)
+        try:
+            await engine.until_ready()
+            expected = await answer(engine, begin(engine, 1000))
+            made, failed = engine._replica, asyncio.Event()
+
+            def late(number: int) -> _Replica:
+                replica = made(number)
+                load = replica.client._load
+
+                async def once_the_other_has_failed() -> None:
+                    await failed.wait()
+                    if not comes_up:
+                        raise EngineError("there is no room")
+                    await load()
+
+                replica.client._load = once_the_other_has_failed
+                return replica
+
+            async def for_good(end: object) -> str:
+                return "it failed for good"
+
+            engine._replica = late
+            engine.scale_to(2)
+            jobs = [begin(engine, 1000) for _ in range(2)]
+            first = engine.client(0)
+            first._replace = for_good
+            os.kill(first.pid, signal.SIGKILL)
+            await until(lambda: first.failure is not None)
+            await asyncio.sleep(0.05)
+            assert not engine.ended.is_set()
+            assert engine.pause == engine.long_pause == "the replicas have failed, another one is being started"
+            assert engine.guarded
+            assert engine.num_jobs == 2
+            failed.set()
+            if comes_up:
+                assert [await answer(engine, job) for job in jobs] == [expected] * 2
+                assert [one.state for one in engine.states()] == ["failed", "serving"]
+                assert engine.pause is None
+            else:
+                async with asyncio.timeout(PATIENCE):
+                    await engine.ended.wait()
+                assert engine.failure == "it failed for good"
+                with pytest.raises(EngineError, match="there is no room"):
+                    await answer(engine, jobs[0])
         finally:
             await engine.close()
 

@@ -230,13 +230,15 @@ def best_plans(record: Record) -> str:
 
 
 def searched(key: str) -> Callable[[Record], str]:
-    """In how many cases the search found the optimum of trying everything, and how far it was off in the others."""
+    """In how many cases the search found the optimum of trying everything, or more between the listed values, and how
+    far it was off in the others."""
 
     def made(record: Record) -> str:
         losses = [case["loss"] for case in record[key]]
-        found = sum(loss < 1e-9 for loss in losses)
+        found, above = sum(loss < 1e-9 for loss in losses), sum(loss < -1e-9 for loss in losses)
+        more = f", of which {above} have more than that, between the values listed" if above else ""
         rest = f", at most {percent(max(losses))} less throughput in the others" if found < len(losses) else ""
-        return f"{share_of(found, len(losses))}{rest}"
+        return f"{share_of(found, len(losses))}{more}{rest}"
 
     return made
 

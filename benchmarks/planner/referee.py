@@ -1,18 +1,22 @@
-"""The reference for a search: the best points of a policy by exhaustive search, or by a random draw of all points."""
+"""The reference for a search: the best points of a policy by exhaustive search, or by a random draw of all points; and
+what a search lost against it."""
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from exeplan.core.schedule import Schedule
+from exeplan.core.schedule import Placement, Schedule
 from exeplan.planner.choice.search_space import Variant, variants
 from exeplan.planner.problems.problem import Problem
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Policy
 from exeplan.search.grid import Grid, Index, Limits, Outcome
+from exeplan.search.search import Result
+
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,55 @@ class Referee:
     def best(self, bound: float) -> float:
         """The most throughput within the bound and the memory; 0 where nothing keeps both."""
         return max((o.throughput for o in self.outcomes if o.latency <= bound and o.memory <= 1), default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """On what a search found, next to the most throughput that the reference has within the limits."""
+
+    found: float
+    """Its throughput, also where it breaks a limit; 0 where there is none."""
+    best: float
+    """0 where the reference has nothing within the limits."""
+    broken: tuple[str, ...]
+    """Of 'latency' and 'memory': the limits that the point found breaks."""
+
+    @property
+    def loss(self) -> float:
+        """Of the best throughput: 1 where nothing was found or a limit is broken, below 0 where more was found, and -1
+        where the reference has nothing."""
+        if self.broken:
+            return 1.0
+        if not self.best:
+            return -1.0 if self.found else 0.0
+        return 1 - self.found / self.best
+
+    @property
+    def said(self) -> str:
+        """For a line of the benchmark."""
+        if self.broken:
+            return f"loss 100 %: it breaks the limit of {' and '.join(self.broken)}"
+        if self.loss < -ROUNDING:
+            return f"{-100 * self.loss:.3g} % above the reference"
+        nothing = ": nothing is found within the limits" if self.best and not self.found else ""
+        return f"loss {100 * max(0.0, self.loss):.3g} %{nothing}"
+
+
+def judged(
+    problem: Problem, policy: str, searched: tuple[Result, Placement] | None, *, best: float, bound: float
+) -> Verdict:
+    """The point that `search_variants` found is evaluated anew, on its placement, and must keep bound and memory."""
+    if searched is None or searched[0].best is None:
+        return Verdict(found=0.0, best=best, broken=())
+    placed = problem.at(searched[1]) if problem.cluster else problem
+    outcome = placed.evaluate(load_policy(policy).schedule(searched[0].best.point, problem.workload))
+    return Verdict(found=outcome.throughput, best=best, broken=Limits(bound, 1.0).broken(outcome))
+
+
+def counts(losses: Sequence[float]) -> tuple[int, int]:
+    """How many cases have the best throughput of the reference, and how many have more: values between the listed ones
+    may be better."""
+    return sum(abs(loss) <= ROUNDING for loss in losses), sum(loss < -ROUNDING for loss in losses)
 
 
 def referee(problem: Problem, policy: str, *, most: float = math.inf, drawn: int = 0) -> Referee:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.lib.record import write_record
-from benchmarks.planner.referee import Referee, referee
+from benchmarks.planner.referee import ROUNDING, Referee, counts, judged, referee
 from exeplan.core.bounds import Bound
 from exeplan.core.profile import load_profile
 from exeplan.core.schedule import Schedule
@@ -26,7 +26,6 @@ from exeplan.planner.reports.tables import table
 from exeplan.workload.files import load_workload
 
 WORKLOADS = ("alpaca", "wmt17-ende", "S")
-_ROUNDING = 1e-9
 FACTORS = (2.0, 4.0, 8.0, 16.0, float("inf"))
 
 
@@ -48,9 +47,13 @@ def main() -> None:
                 print("  ".join(_cells(rows[-1])), flush=True)
     seconds = [_optimize_seconds(args.profile, name) for name in WORKLOADS for _ in range(3)]
     print(f"\n{table(_HEADER, [_cells(row) for row in rows])}")
-    different = [row for row in rows if row["loss"] > _ROUNDING]
+    different = [row for row in rows if row["loss"] > ROUNDING]
+    _, above = counts([row["loss"] for row in rows])
     large = [row["points"] / row["grid"] for row in rows if row["grid"] >= 5000]
-    print(f"\n{len(rows)} cases, {len(different)} with less throughput than the best of the grid")
+    print(
+        f"\n{len(rows)} cases, {len(different)} with less throughput than the best of the grid, {above} with more, "
+        "by values between the listed ones"
+    )
     print(f"grids of 5,000 points and more: median {100 * median(large):.2g} %, at most {100 * max(large):.2g} % tried")
     print(f"exeplan optimize, start-up included: median {median(seconds):.2f} s, at most {max(seconds):.2f} s")
     print(f"record: {write_record('search', {'rows': rows, 'optimize_seconds': seconds})}")
@@ -63,14 +66,14 @@ def _compare(problem: Problem, workload: str, policy: str, bound: float, tried: 
     """Both methods on one case."""
     result = search_variants(problem, policy, method="branch-and-bound", bound=bound)
     assert result is not None
-    best = tried.best(bound)
-    found = result[0].best.outcome.throughput if result[0].best else 0.0
+    verdict = judged(problem, policy, result, best=tried.best(bound), bound=bound)
     return {
         "case": f"{workload} {policy}",
         "bound": bound,
-        "best": best,
-        "found": found,
-        "loss": 1 - found / best if best else 0.0,
+        "best": verdict.best,
+        "found": verdict.found,
+        "loss": verdict.loss,
+        "said": verdict.said,
         "grid": result[0].grid_size,
         "points": result[0].num_points,
     }
@@ -89,7 +92,7 @@ def _cells(row: dict) -> list[str]:
         f"{row['bound']:.2f} s",
         f"{row['best']:.3f}",
         f"{row['found']:.3f}",
-        f"{100 * row['loss']:.3f} %",
+        row["said"],
         str(row["grid"]),
         str(row["points"]),
         f"{100 * row['points'] / row['grid']:.2g} %",

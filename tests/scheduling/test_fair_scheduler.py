@@ -51,10 +51,18 @@ def finish(scheduler: Scheduler, batch: Batch) -> list[str]:
     return [row.client for row in rows if isinstance(row, ClientSequence)]
 
 
-def run(scheduler: Scheduler) -> list[str]:
+def run(scheduler: Scheduler, prompt_tokens: Counter[str] | None = None) -> list[str]:
+    """One pass. Returns the clients of its tokens; those of prompts are added to `prompt_tokens`."""
     batch = scheduler.next_batch()
     assert batch is not None, "work waits, nothing is in flight, and nothing runs"
+    if prompt_tokens is not None:
+        for row in batch.prefill:
+            prompt_tokens[getattr(row, "client", "")] += row.num_prompt_tokens
     return finish(scheduler, batch)
+
+
+def clients_waiting(scheduler: Scheduler) -> set[str]:
+    return {getattr(row, "client", "") for row in scheduler.waiting}
 
 
 @pytest.mark.parametrize("order", ["", "edf"])
@@ -126,17 +134,30 @@ def test_backlogged_clients_are_served_in_proportion_to_their_weights(
     """Within the bound of the source: twice the larger of a prompt and the tokens of a full batch."""
     places = 8
     scheduler = fair(Schedule("orca", {"max_num_seqs": places}))
-    counters = scheduler._counters
     for number in range(150):
         for client, weight in enumerate(weights):
             scheduler.add(sequence(f"{client}-{number}", prompts[client], outputs[client], str(client), weight))
     bound = 2 * max(max(prompts), OUTPUT_TOKEN * places * max(outputs)) / min(weights)
-    waiting = {str(client) for client in range(len(weights))}
-    while len(waiting) == len(weights):
-        run(scheduler)
-        served = [counters.served(client) for client in sorted(waiting)]
+    tokens, prompt_tokens = Counter[str](), Counter[str]()
+    while clients_waiting(scheduler) == {str(client) for client in range(len(weights))}:
+        tokens.update(run(scheduler, prompt_tokens))
+        served = [
+            (prompt_tokens[str(client)] + OUTPUT_TOKEN * tokens[str(client)]) / weight
+            for client, weight in enumerate(weights)
+        ]
         assert max(served) - min(served) <= bound
-        waiting = {getattr(s, "client", "") for s in scheduler.waiting}
+        assert served == pytest.approx([scheduler._counters.served(str(client)) for client in range(len(weights))])
+
+
+def test_a_client_of_four_times_the_weight_gets_four_times_the_tokens() -> None:
+    scheduler, tokens = fair(Schedule("orca", {"max_num_seqs": 10})), Counter[str]()
+    for number in range(400):
+        for client, weight in (("heavy", 4.0), ("light", 1.0)):
+            scheduler.add(sequence(f"{client}-{number}", 5, 10, client, weight))
+    while len(clients_waiting(scheduler)) == 2:
+        tokens.update(run(scheduler))
+    assert tokens["heavy"] >= 3900
+    assert tokens["heavy"] / tokens["light"] == pytest.approx(4, rel=0.15)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)

@@ -11,6 +11,7 @@ import pytest
 from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
 from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile
+from exeplan.core.runs.metrics import window
 from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.choice.answers import Optimum
@@ -68,6 +69,10 @@ def test_branch_and_bound_finds_the_exhaustive_optimum(
 ) -> None:
     problem = asked(profile, law, bound, about=about, max_seqs=8)
     quick, sure = best(problem, policy), best(problem, policy, "exhaustive")
+    for found in (quick, sure):
+        outcome = problem.evaluate(found.plan.schedule)
+        assert outcome.latency <= bound
+        assert outcome.memory <= 1
     if (
         policy == "concat"
     ):  # Rows and slots are whole: among batches of eight one more costs, or gains, several percent.
@@ -143,8 +148,13 @@ def test_a_replay_holds_requests_of_the_promised_length(profile: Profile) -> Non
 
 @pytest.mark.parametrize("policy", ["auto", "rra"])
 @pytest.mark.parametrize("about", ["p99-length", "p99-requests"])
-@pytest.mark.parametrize("law", [SHORT, SKEWED])
-def test_the_tightest_bound_that_is_named_works(policy: str, about: str, law: str, profile: Profile) -> None:
+@pytest.mark.parametrize(("law", "share"), [(SHORT, 0.95), (SKEWED, 0.75)])
+def test_the_tightest_bound_that_is_named_works_and_a_tighter_one_does_not(
+    policy: str, about: str, law: str, share: float, profile: Profile
+) -> None:
+    """What is named is what the lowest-latency schedule by closed form takes in its replay. Of the skewed law a replay
+    has few requests of the 99th-percentile length, whose prompts are long or not by chance: rra with 29 decode steps,
+    as low by closed form, takes 25.6 ms there and that with 39, which is named, 32.4."""
     policies = resolve_policies(policy)
     with pytest.raises(Infeasible) as refusal:
         optimize(asked(profile, law, 1e-3, about=about), policies=policies)
@@ -154,6 +164,12 @@ def test_the_tightest_bound_that_is_named_works(policy: str, about: str, law: st
     assert plan.replay is not None
     assert plan.replay.latency is not None
     assert plan.replay.latency <= seconds(tightest[1])
+    with pytest.raises(Infeasible):
+        optimize(
+            asked(profile, law, share * seconds(tightest[1]), about=about),
+            policies=policies,
+            method="exhaustive" if policy == "rra" else "branch-and-bound",
+        )
 
 
 def test_an_impossible_bound_is_answered_with_what_binds(profile: Profile) -> None:
@@ -231,11 +247,20 @@ def test_a_workload_beyond_the_context_is_refused(profile: Profile) -> None:
         asked(profile, "fixed:in=600;out=500", 1.0)
 
 
-def test_residents_never_exceed_what_was_allowed(profile: Profile) -> None:
-    for policy in ONE_DEVICE:
-        problem = asked(profile, SHORT, math.inf, max_seqs=5)
-        run, _ = replay_estimate(problem, best(problem, policy).plan.schedule, seed=0)
-        assert np.mean([p.num_prefill + p.num_decode for p in run.passes]) <= 5
+@pytest.mark.parametrize("law", [SHORT, SKEWED])
+@pytest.mark.parametrize("policy", ONE_DEVICE)
+def test_residents_never_exceed_what_was_allowed(policy: str, law: str, profile: Profile) -> None:
+    """Of `rra`, which has no slots, in the mean over the time of the steady window."""
+    problem = asked(profile, law, math.inf, max_seqs=5)
+    run, _ = replay_estimate(problem, best(problem, policy).plan.schedule, seed=0)
+    came, went = [(r.start, 1) for r in run.requests], [(r.token_times[-1], -1) for r in run.requests]
+    moments, changes = zip(*sorted(came + went), strict=True)  # Where one follows another, that one goes first.
+    residents = np.cumsum(changes)
+    if policy == "rra":
+        seconds_each = np.diff(np.clip(moments, *window(run.requests, backlog=True)))
+        assert 3 < np.average(residents[:-1], weights=seconds_each) <= 5
+    else:
+        assert residents.max() <= 5
 
 
 def test_equal_questions_have_equal_answers(profile: Profile) -> None:

@@ -13,7 +13,7 @@ from exeplan.core.cluster import Cluster, load_cluster
 from exeplan.core.models.model import load_model_spec
 from exeplan.core.pass_memory import LEAST_PASSES
 from exeplan.core.profile import Profile
-from exeplan.core.schedule import Schedule
+from exeplan.core.schedule import Placement, Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.choice.candidates import candidate, candidates
 from exeplan.planner.choice.optimize import optimize
@@ -22,6 +22,7 @@ from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.policies import load_policy, policy_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.search.grid import Limits
+from exeplan.search.search import Result
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
 
@@ -50,6 +51,16 @@ def has_falls(policy: str) -> bool:
 
 def asked(profile: Profile, cluster: Cluster, bound: float, *, max_seqs: int | None = None) -> Problem:
     return make_problem(profile, load_workload(SHORT), Bound(seconds=bound), cluster=cluster, max_seqs=max_seqs)
+
+
+def assert_kept(problem: Problem, policy: str, found: tuple[Result, Placement], bound: float) -> None:
+    """The best point keeps bound and memory, evaluated anew on its placement."""
+    assert found[0].best is not None
+    schedule = load_policy(policy).schedule(found[0].best.point, problem.workload)
+    outcome = problem.at(found[1]).evaluate(schedule)
+    assert outcome == found[0].best.outcome
+    assert outcome.latency <= bound
+    assert outcome.memory <= 1
 
 
 def test_of_an_engine_only_placements_with_one_sharding_are_searched(opt: Profile) -> None:
@@ -96,6 +107,8 @@ def test_branch_and_bound_finds_the_exhaustive_optimum(policy: str, bound: float
     assert found[0].best is not None
     # Values between the listed ones may be better.
     assert found[0].best.outcome.throughput >= (1 - 1e-9) * everything[0].best.outcome.throughput
+    assert_kept(problem, policy, found, bound)
+    assert_kept(problem, policy, everything, bound)
 
 
 @pytest.mark.parametrize("share", [0.98, 0.93, 0.89, 0.86])
@@ -116,6 +129,7 @@ def test_waa_keeps_tight_bounds_with_fewer_rows_than_finish_a_request_an_iterati
     assert found[0].best == everything[0].best
     if everything[0].best:
         assert everything[0].best.point["decode_batch"] < 60
+        assert_kept(problem, policy, found, bound)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +149,8 @@ def test_the_best_of_packed_batches_is_found_though_each_row_more_costs_throughp
     assert found[0].best is not None
     assert everything[0].best is not None
     assert found[0].best.outcome.throughput >= (1 - 1e-9) * everything[0].best.outcome.throughput
+    assert_kept(problem, "concat", found, bound)
+    assert_kept(problem, "concat", everything, bound)
 
 
 def test_the_best_on_a_plateau_with_falls_is_found(t5: Profile) -> None:
@@ -150,6 +166,7 @@ def test_the_best_on_a_plateau_with_falls_is_found(t5: Profile) -> None:
     assert found[0].best is not None
     assert found[0].best == everything[0].best
     assert found[0].num_points < everything[0].num_points
+    assert_kept(problem, "waa-m", found, math.inf)
 
 
 @pytest.mark.parametrize("seed", range(4))

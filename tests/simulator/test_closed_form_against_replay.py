@@ -194,6 +194,13 @@ def check_sides(name: str, what: str, errors: Sequence[float], limit: float) -> 
     assert abs(np.median(errors)) <= limit, f"{what} of {name} errs to one side: {seen}"
 
 
+def check_room(name: str, errors: Sequence[Errors], *, least: float, most: float) -> None:
+    """A plan has room for three standard deviations, and the peak of a replay is the most of thousands of passes: of a
+    few residents four, as `orca` has in half of its cases, whose median is 5.7 % short and whose worst is 11 %."""
+    median = np.median([error.kv_room for error in errors])
+    assert least <= median <= most, f"KV cache beyond the peak of {name}: median {median:+.1%}"
+
+
 def test_errors_are_small_and_lie_on_both_sides(profile: Profile) -> None:
     every = list[Errors]()
     for name in policy_names():
@@ -203,6 +210,7 @@ def test_errors_are_small_and_lie_on_both_sides(profile: Profile) -> None:
         # length themselves: its closed form is too low where rows are cut into slots, 3.7 % in case 1.
         check_sides(name, "latency", [error.latency for error in errors], 0.01)
         check_sides(name, "time of all requests", [error.e2e for error in errors], 0.015)
+        check_room(name, errors, least=-0.07, most=0.05)
         every += errors
     check("throughput", [error.throughput for error in every])
     check("latency", [error.latency for error in every])
@@ -212,6 +220,7 @@ def test_errors_are_small_and_lie_on_both_sides(profile: Profile) -> None:
         check(metric, [e.percentiles[metric] for e in every if metric in e.percentiles], **limits)
     room = [error.kv_room for error in every]
     assert 0.0 <= np.median(room) <= 0.05, f"KV cache beyond the peak: median {np.median(room):+.1%}"
+    assert min(room) >= -0.12, f"KV cache beyond the peak: least {min(room):+.1%}"
 
 
 def test_prompts_longer_than_a_row_of_concat_have_batches_of_their_own(profile: Profile) -> None:

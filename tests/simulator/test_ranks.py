@@ -25,7 +25,15 @@ from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import kv_bytes_per_token, weight_bytes
 from exeplan.simulator.timings import Timings
 
-from .test_closed_form_against_replay import Errors, check, check_sides, compared, is_worth_planning, workload_of
+from .test_closed_form_against_replay import (
+    Errors,
+    check,
+    check_room,
+    check_sides,
+    compared,
+    is_worth_planning,
+    workload_of,
+)
 
 MODEL = "deepseek-v2-lite"
 SHARDINGS = (Sharding(1, 2, 2), Sharding(1, 4, 4), Sharding(2, 2, 4), Sharding(1, 8, 8), Sharding(4, 1, 4))
@@ -213,6 +221,8 @@ def test_closed_form_and_replay_agree() -> None:
         if not load_policy(name).SEPARATE_STAGES:
             errors = errors_of(name, range(CASES))
             check_sides(name, "throughput", [error.throughput for error in errors], 0.015)
+            # `concat` has 27 % more room than it needs, the others 0 to 13 %.
+            check_room(name, errors, least=-0.01, most=0.3 if name == "concat" else 0.15)
             every += errors
     check("throughput", [error.throughput for error in every])
     check("latency", [error.latency for error in every])
@@ -220,6 +230,7 @@ def test_closed_form_and_replay_agree() -> None:
     check("ttft", [error.ttft for error in every], median=0.04, most=0.15, worst=0.3)
     room = [error.kv_room for error in every]
     assert 0.0 <= np.median(room) <= 0.2, f"KV cache beyond the peak: median {np.median(room):+.1%}"
+    assert min(room) >= -0.04, f"KV cache beyond the peak: least {min(room):+.1%}"
 
 
 def test_each_rank_has_room_for_the_spread_of_its_own_requests() -> None:

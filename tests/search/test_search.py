@@ -20,8 +20,10 @@ class Table:
     def __init__(self, values, falls=0.0):
         self.values = np.asarray(values, dtype=float)
         self.knobs = tuple(Knob(f"k{i}", tuple(range(n)), falls) for i, n in enumerate(self.values.shape[1:]))
+        self.num_calls = 0
 
     def evaluate(self, point):
+        self.num_calls += 1
         return Outcome(*(float(v) for v in self.values[(slice(None), *point.values())]))
 
     def search(self, *, bound=math.inf, capacity=math.inf, **options):
@@ -203,8 +205,9 @@ def test_agrees_with_trying_everything_on_whatever_rises(table, latency, memory)
 def test_never_breaks_a_limit_and_never_tries_a_point_twice(table, latency, seed):
     values = table.values * np.random.default_rng(seed).uniform(0.5, 2, table.values.shape)
     bound, capacity = at(Table(values), latency), at(Table(values), 0.5, axis=2)
-    result = Table(values).search(bound=bound, capacity=capacity)
-    assert result.num_points <= result.grid_size
+    uneven = Table(values)
+    result = uneven.search(bound=bound, capacity=capacity)
+    assert uneven.num_calls == result.num_points <= result.grid_size
     if result.best is not None:
         assert result.best.outcome.latency <= bound
         assert result.best.outcome.memory <= capacity

@@ -417,7 +417,8 @@ def demo_errors(record: Record) -> str:
     """How many figures of the demo were as asked, the intervals that held, their widths and the time."""
     found = record["found"]
     return (
-        f"{found['as asked']} of {found['rows']} figures are within 5 % (10 % of latency) or their own interval, "
+        f"{found['as asked']} of {found['rows']} figures are within 5 % (10 % of latency) or within "
+        "an interval of their own no wider than +-10 %, "
         f"{share_of(found['held'], found['rows'])} intervals hold the measurement, the widest is "
         f"+-{found['widest']:.1f} %, and the longest demo took {found['longest']:.0f} s"
     )

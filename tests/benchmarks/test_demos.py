@@ -31,3 +31,18 @@ def test_a_schedule_s_throughput_stands_above_its_latency() -> None:
     assert [row["held"] for row in rows] == [True, True, False, False]
     assert [row["as asked"] for row in rows] == [True, True, False, False]
     assert rows[0]["half"] == pytest.approx(8.2)
+
+
+@pytest.mark.parametrize(
+    ("error", "interval", "asked"),
+    [
+        ("+12.0", "-1.0 to +18.0", True),
+        ("+12.0", "-9.0 to +33.0", False),
+        ("+12.0", "-200.0 to +200.0", False),
+        ("+4.9", "-200.0 to +200.0", True),
+        ("+4.9", "+3.0 to +6.0", True),
+    ],
+)
+def test_a_wide_interval_that_holds_the_measurement_excuses_no_error(error: str, interval: str, asked: bool) -> None:
+    (row,) = _rows(f"orca(max_num_seqs=40)   98.3 req/s  80.4 req/s  +22.3 %   88 req/s  {error} %  {interval} %")
+    assert row["as asked"] is asked

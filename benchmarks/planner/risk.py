@@ -203,40 +203,46 @@ def _traces(trials: int, pool: Executor) -> Iterator[dict[str, str]]:
         for size in _SIZES:
             found = list(pool.map(partial(trial, law, size), range(trials), chunksize=4))
             for number, said in enumerate(("none", "lengths, 1 % risk")):
-                kept = [one[number][0] for one in found]
-                margin = float(np.median([one[number][1] for one in found]))
-                low, high = wilson(sum(kept), trials)
-                cells = (law, str(size), said, f"{100 * margin:.1f} %", str(trials), f"{100 * np.mean(kept):.1f} %")
+                kept, margins_of = zip(*filter(None, (one[number] for one in found)), strict=True)
+                margin, plans = float(np.median(margins_of)), len(kept)
+                low, high = wilson(sum(kept), plans)
+                cells = (law, str(size), said, f"{100 * margin:.1f} %", str(plans), f"{100 * np.mean(kept):.1f} %")
                 yield dict(zip(_TRACE_HEADER, (*cells, f"{100 * low:.1f} to {100 * high:.1f} %"), strict=True))
 
 
-def trial(law: str, size: int, seed: int) -> tuple[tuple[bool, float], tuple[bool, float]]:
-    """Whether the plans without and with a margin keep the bound on other requests, and the margins."""
+Judged = tuple[bool, float]
+"""Whether a plan keeps the bound on other requests, and its margin."""
+
+
+def trial(law: str, size: int, seed: int) -> tuple[Judged | None, Judged | None]:
+    """Of the plans without and with a margin; None where no batch keeps the bound."""
     workload = load_workload(law)
     bound = Bound(seconds=1.5 * _problem(workload, math.inf).estimate(_schedule(16)).latency or 0.0)
     planned = _problem(_sample(workload, size, seed), bound.seconds)
     judged = _problem(_sample(workload, _JUDGED, seed + 1_000_000), bound.seconds)
-    found = []
+    found = list[Judged | None]()
     for careful in (False, True):
-        schedule, margin = _planned_schedule(planned, bound, seed=seed, careful=careful)
-        found.append((max(utilizations((bound,), judged.estimate(schedule))) <= 1, margin))
+        plan = planned_schedule(planned, bound, seed=seed, careful=careful)
+        found.append((max(utilizations((bound,), judged.estimate(plan[0]))) <= 1, plan[1]) if plan else None)
     return found[0], found[1]
 
 
-def _planned_schedule(problem: Problem, bound: Bound, *, seed: int, careful: bool) -> tuple[Schedule, float]:
-    """The largest batch that keeps the bound with its margin, and that."""
-    margin = 0.0
-    low, high = 0, len(_BATCHES) - 1
+def planned_schedule(problem: Problem, bound: Bound, *, seed: int, careful: bool) -> tuple[Schedule, float] | None:
+    """The largest batch that keeps the bound with its margin, and that; None where not even one request does."""
+    plan = None
+    low, high = 0, len(_BATCHES)
     while low < high:
-        middle = (low + high + 1) // 2
+        middle = (low + high) // 2
         schedule = _schedule(_BATCHES[middle])
         error = sampling_error(problem, schedule, risk=RISK, seed=seed) if careful else None
         law = error.laws[0] if error else None
         needed = law.margin(RISK) if law else 0.0
         full = max(utilizations((bound,), problem.estimate(schedule)))
-        low, high = (middle, high) if full * (1 + needed) <= 1 else (low, middle - 1)
-        margin = needed
-    return _schedule(_BATCHES[low]), margin
+        if full * (1 + needed) <= 1:
+            plan, low = (schedule, needed), middle + 1
+        else:
+            high = middle
+    return plan
 
 
 def _schedule(batch: int) -> Schedule:

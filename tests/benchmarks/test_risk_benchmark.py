@@ -1,10 +1,19 @@
 """The risk benchmark judges each deployment by the errors of the others."""
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.planner.risk import margins, trial
+from benchmarks.planner.risk import RISK, margins, planned_schedule, trial
 from benchmarks.silicon.left_out import FITTED, deployment_name, deployments_of
 from benchmarks.silicon.rows import Pair, Prediction, Row, spread_bounds
+from exeplan.core.bounds import Bound, utilizations
+from exeplan.core.models.model import load_model_spec
+from exeplan.planner.margins.sampling_error import sampling_error
+from exeplan.planner.problems.problem import make_problem
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
+from exeplan.workload.files import load_workload
+from exeplan.workload.workload import Trace, Workload
 
 
 def pair(size: int, number: int, slower: float) -> Pair:
@@ -49,7 +58,28 @@ def test_a_deployment_is_all_runs_of_an_engine_a_model_and_a_size() -> None:
 
 
 def test_a_plan_with_a_margin_keeps_its_bound_where_one_without_breaks_it() -> None:
-    found = [trial("S", 100, seed) for seed in range(3)]
-    assert all(careful[0] for _, careful in found)
-    assert all(careful[1] > 0.05 and bold[1] == 0 for bold, careful in found)
-    assert not all(bold[0] for bold, _ in found)
+    bold, careful = zip(*(trial("S", 100, seed) for seed in range(3)), strict=True)
+    assert all(plan and plan[0] and plan[1] > 0.05 for plan in careful)
+    assert all(plan and plan[1] == 0 for plan in bold)
+    assert not all(plan and plan[0] for plan in bold)
+
+
+def test_the_margin_is_that_of_the_batch_chosen_with_which_it_keeps_the_bound() -> None:
+    """Margins fall and rise with the batch: the one of another, tried last, would be another."""
+    lengths = load_workload("S")
+    profile = profile_from_datasheet(load_model_spec("llama-3.1-8b"), load_datasheet("h100-80gb"), dtype="bfloat16")
+    inputs, outputs = lengths.sample(100, seed=1, stratified=False)
+    for seconds in (0.8, 1.3, 2.0, 3.0):
+        bound = Bound(seconds=seconds)
+        problem = make_problem(profile, Workload.of_trace("S", Trace(inputs, outputs)), bound)
+        plan = planned_schedule(problem, bound, seed=1, careful=True)
+        assert plan is not None
+        schedule, margin = plan
+        error = sampling_error(problem, schedule, risk=RISK, seed=1)
+        assert error is not None
+        law = error.laws[0]
+        assert law is not None
+        assert margin == law.margin(RISK)
+        assert max(utilizations((bound,), problem.estimate(schedule))) * (1 + margin) <= 1
+    tight = Bound(seconds=1e-3)
+    assert planned_schedule(replace(problem, bound=tight), tight, seed=1, careful=False) is None

@@ -20,7 +20,7 @@ from exeplan.core.profile import Profile, save_profile
 from exeplan.core.schedule import ReplicaGroup, Schedule, single_stage
 from exeplan.drift.state import DriftState, FewerDevices, Lengths, Replanned, Rules
 from exeplan.errors import InputError
-from exeplan.planner.load_problem import load_plan, read_plan
+from exeplan.planner.load_problem import read_plan
 from exeplan.runner.compute.tokens.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
@@ -144,9 +144,10 @@ async def until(claim: Callable[[], object]) -> None:
 
 def test_a_better_plan_is_adopted_written_and_logged_as_a_diff(plan, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="exeplan.replan")
-    file = tmp_path / "new.yaml"
+    file, replanners = tmp_path / "new.yaml", []
 
     async def wait(client: EngineClient, replanner: Replanner) -> None:
+        replanners.append(replanner)
         await until(lambda: replanner.state.last)
         state = replanner.state
         assert state.num_replans >= 1
@@ -161,7 +162,8 @@ def test_a_better_plan_is_adopted_written_and_logged_as_a_diff(plan, tmp_path, c
 
     events = serving(plan, wait, pause=0.2, mode="auto", file=file)
     assert [kind for kind, _ in events][:2] == ["proposed", "adopted"]
-    assert load_plan(file).schedule.policy in read_plan(file).schedule.policy
+    adopted, written = replanners[0].state.plan, read_plan(file)
+    assert (written.schedule, written.placement) == (adopted.schedule, adopted.placement)
     assert "re-plan 1 is active (drift" in caplog.text
     assert "throughput" in caplog.text
 

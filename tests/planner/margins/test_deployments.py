@@ -112,10 +112,12 @@ def test_bounds_of_unseen_deployments_break_at_about_the_stated_risk(families: i
     assert risk / 4 < np.mean(broken) < most
 
 
-@pytest.mark.parametrize("left_out", range(4))
-def test_bounds_of_a_known_engine_break_at_the_stated_risk(left_out: int) -> None:
-    rng, broken, margins = np.random.default_rng(6 + left_out), [], []
-    for _ in range(200):
+def test_bounds_of_a_known_engine_break_at_about_the_stated_risk_with_margins_of_its_own_family() -> None:
+    """Of 800 deployments 6.7 % of the bounds break at a risk of 5 %, with a standard error of 0.6 %: the spreads are
+    those of few."""
+    broken, margins, rngs = [], [], [np.random.default_rng(6 + number) for number in range(4)]
+    for left_out in np.repeat(range(4), 200):
+        rng = rngs[left_out]
         known = world(rng)
         new = next(d for d in known if d.engine == "0" and d.tensor_parallel_size == left_out)
         others = [d for d in known if d.name != new.name]
@@ -123,8 +125,8 @@ def test_bounds_of_a_known_engine_break_at_the_stated_risk(left_out: int) -> Non
         mean = new.errors["latency"].mean
         broken.append(np.mean(np.exp(rng.normal(mean, RUN_SPREAD, 20)) > 1 + margin))
         margins.append(margin)
-    assert np.mean(broken) < 0.1
-    assert np.mean(margins) < 1.645 * math.hypot(FAMILY_SPREAD, DEPLOYMENT_SPREAD, RUN_SPREAD) * 1.5
+    assert 0.04 < np.mean(broken) < 0.075
+    assert np.mean(margins) < 1.3 * 1.645 * math.hypot(DEPLOYMENT_SPREAD, RUN_SPREAD)
 
 
 def test_a_profile_says_which_errors_are_like_its_own(profile: Profile) -> None:

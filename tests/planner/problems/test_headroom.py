@@ -85,8 +85,11 @@ CHUNKED = Schedule("chunked", {"max_num_seqs": 53, "max_num_batched_tokens": 512
 """The largest batches that the memory of an A40 holds, of requests as below."""
 
 
-@pytest.mark.parametrize("schedule", [ORCA, CHUNKED], ids=str)
-def test_slots_that_the_cache_does_not_hold_with_longer_outputs_are_no_drift_headroom(schedule: Schedule) -> None:
+@pytest.mark.parametrize(("schedule", "most"), [(ORCA, 1.3), (CHUNKED, 1.05)], ids=str)
+def test_slots_that_the_cache_does_not_hold_with_longer_outputs_are_no_drift_headroom(
+    schedule: Schedule, most: float
+) -> None:
+    """Where it ends the wait is steep: by replay `orca` has 38.5 s there, 29.3 s by closed form, and `chunked` 31.3."""
     profile = profile_from_datasheet(load_model_spec("opt-13b"), load_datasheet("a40-48gb"), dtype="float16")
     backlog = make_problem(profile, load_workload("normal:in=256,50,400;out=128,30,256"), Bound(seconds=30.0))
     capacity = steady_state(schedule, backlog.workload, backlog.cost).throughput
@@ -102,8 +105,10 @@ def test_slots_that_the_cache_does_not_hold_with_longer_outputs_are_no_drift_hea
 
     found = drift_headroom(problem, schedule)
     assert found is not None
-    assert found < (promised := _headroom(with_all_slots))
-    assert latency(found) < 1.4 * 30.0
+    assert 0 < found < (promised := _headroom(with_all_slots))
+    assert latency(0.9 * found) <= 30.0
+    assert latency(found) <= most * 30.0
+    assert latency(found + 0.25 * (promised - found)) > 30.0
     assert latency(promised) > 2.5 * 30.0
 
 

@@ -70,9 +70,14 @@ def test_what_counts_is_the_whole_answer_by_the_deadline() -> None:
     assert summarize(records[2:3], p99_output=2, bound_metric="p50-deadline").deadline_share == 0.0
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.policy)
-def test_the_closed_form_predicts_the_share_that_is_late(schedule: Schedule, profile: Profile) -> None:
-    """At half the capacity: deadlines, longer and shorter ones, that 90 % of the requests meet by closed form."""
+@pytest.mark.parametrize(
+    ("schedule", "most"), list(zip(SCHEDULES, (0.15, 0.45, 0.35), strict=True)), ids=["concat", "orca", "rra"]
+)
+def test_the_closed_form_predicts_the_share_that_is_late(schedule: Schedule, most: float, profile: Profile) -> None:
+    """At half the capacity: deadlines, longer and shorter ones, that 90 % of the requests meet by closed form.
+
+    Of three seeds, 9.4 to 9.9 % are late with `concat`, 12.2 to 13.7 % with `orca` and 11.6 to 12.9 % with `rra`.
+    """
     spread = Deadlines(1.0, 3.0)
     problem = asked(profile, 1.0, spread)
     capacity = steady_state(schedule, problem.workload, problem.cost).throughput
@@ -81,7 +86,8 @@ def test_the_closed_form_predicts_the_share_that_is_late(schedule: Schedule, pro
     deadlines = Deadlines(spread.low * scale, spread.high * scale)
     problem = replace(problem, workload=replace(problem.workload, deadlines=deadlines))
     _, replayed = replay_estimate(problem, schedule, seed=0, num_requests=4000)
-    assert replayed.deadline_share == pytest.approx(0.9, abs=0.08)
+    assert replayed.deadline_share is not None
+    assert 1 - replayed.deadline_share == pytest.approx(0.1, rel=most)
 
 
 def test_under_overload_das_earns_more_than_first_come_first_served(profile: Profile) -> None:

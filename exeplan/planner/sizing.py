@@ -295,7 +295,7 @@ def _lowest(problem: Problem, cluster: Cluster, policies: Sequence[str]) -> _Low
 
 
 def _replayed(problem: Problem, lowest: _Lowest | None) -> str:
-    """The tightest possible bound by a replay; empty where it keeps the bounds."""
+    """The tightest bound found to work, by a replay; empty where it keeps the bounds."""
     assert lowest is not None
     _, replay = replay_estimate(lowest.placed, lowest.schedule, seed=_SEED, record_passes=False)
     both = (replay, lowest.placed.estimate(lowest.schedule))

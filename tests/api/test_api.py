@@ -159,7 +159,7 @@ def test_wrong_options_are_refused_as_on_the_command_line(
 def test_an_impossible_bound_says_what_would_be_possible(profile: Profile) -> None:
     with pytest.raises(exeplan.Infeasible) as refused:
         exeplan.optimize(profile, LAW, latency_bound="1ms", policy="orca")
-    assert refused.value.nearest.startswith("the tightest latency bound would be")
+    assert refused.value.nearest.startswith("the tightest latency bound found to work is")
     assert isinstance(refused.value, ValueError)
 
 
@@ -232,7 +232,7 @@ def test_a_comparison_has_a_row_for_each_pair_and_bound(profile: Profile) -> Non
     assert [row.schedule is not None for row in rows] == [True, False, True, False]
     frame = rows.to_frame()
     assert frame["bound_seconds"].tolist() == [0.1, 0.001, 0.1, 0.001]
-    assert "the tightest latency bound would be" in repr(rows)
+    assert "the tightest latency bound found to work is" in repr(rows)
     assert rows._repr_html_().count("<tr>") == 5
 
 

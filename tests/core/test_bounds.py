@@ -133,10 +133,10 @@ def test_branch_and_bound_finds_the_exhaustive_optimum_under_several_bounds(poli
 
 
 def test_the_refusal_names_the_bound_that_binds(profile: Profile) -> None:
-    message = r"^ttft bound 100 us, but the lowest-latency schedule, .* for the first token: .* possible bound is (.*)"
+    message = r"^ttft bound 100 us, but the lowest-latency schedule, .* for the first token: .* found to work is (.*)"
     with pytest.raises(Infeasible, match=message) as refusal:
         optimize(asked(profile, *bounds(1.0, ttft=1e-4, tpot=0.5)), policies=("orca",))
-    assert "the tightest ttft bound would be " in refusal.value.nearest
+    assert "the tightest ttft bound found to work is " in refusal.value.nearest
 
 
 def test_only_the_tightened_bound_is_tightened(profile: Profile) -> None:

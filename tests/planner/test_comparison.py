@@ -62,7 +62,7 @@ def test_a_row_without_a_plan_says_what_would_do(folder: Path, capsys: pytest.Ca
     assert main([*compare(latency_bound="1ms,100ms"), "--csv", "rows.csv"]) == 0
     header, _, refused, found = capsys.readouterr().out.split("\n")[:4]
     assert header.split()[:4] == ["model", "engine", "cluster", "GPUs"]
-    assert "none  the tightest latency bound would be " in refused
+    assert "none  the tightest latency bound found to work is " in refused
     assert " orca " in found
     with (folder / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))

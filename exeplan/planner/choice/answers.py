@@ -317,7 +317,7 @@ def _most_throughput(pipelines: Pipelines, key: Key) -> Schedule:
 
 def last_resort(pipelines: Pipelines, *, advise: bool) -> Optimum:
     """The lowest-latency schedule of all, if it keeps the bounds and serves what is required; its latency is the
-    tightest possible bound."""
+    tightest bound found to work."""
     fitting = [k for k, c in pipelines.found.items() if c.search and _fits(c.search)]
     if not fitting:
         refusals = "; ".join(_candidate(pipelines, policy).refusal for policy in pipelines.policies)

@@ -47,7 +47,8 @@ def _least_latency(problem: Problem, schedule: Schedule, latency: float) -> str:
 
 def too_tight(problem: Problem, lowest: Schedule, shares: Sequence[float], margin: Margins | None = None) -> Infeasible:
     """The lowest-latency schedule needs these shares of the bounds, one of them more than 1, with the `margin` if there
-    is one; the tightest possible bound."""
+    is one. What its replay takes is the tightest bound found to work: another schedule, as low by closed form and not
+    replayed, may take less."""
     number = shares.index(max(shares))
     bound = problem.bounds[number]
     needed = shares[number] * bound.seconds
@@ -57,9 +58,9 @@ def too_tight(problem: Problem, lowest: Schedule, shares: Sequence[float], margi
     added = f"with the margin of --risk, {100 * margin.values[number]:.1f} %, " if margin else ""
     return Infeasible(
         f"{name} {asked}, but {added}the lowest-latency schedule, {lowest}, needs "
-        f"{shown} for {meaning(bound, length)}: {_floor(problem, bound, length)}; the tightest "
-        f"possible bound{' with that margin' if margin else ''} is {tightest}",
-        nearest=f"the tightest {name}{' with the margin of --risk' if margin else ''} would be {tightest}",
+        f"{shown} for {meaning(bound, length)}: {_floor(problem, bound, length)}; the tightest bound found to work"
+        f"{' with that margin' if margin else ''} is {tightest}",
+        nearest=f"the tightest {name} found to work{' with the margin of --risk' if margin else ''} is {tightest}",
         wider=needed / bound.seconds,
     )
 

@@ -50,7 +50,7 @@ def optimize(
     effort: Effort | None = None,
     told: Told = SILENT,
 ) -> Optimum:
-    """The best plan under the bounds. Raises Infeasible with the binding limit and the tightest possible bound.
+    """The best plan under the bounds. Raises Infeasible with the binding limit and the tightest bound found to work.
 
     With `advise`, a refusal of a rate also names the bounds under which it would be sustained, which is searched.
     Problems of one request that share `known` do not search the same pipelines again; `effort` is what may be left out.

@@ -1,5 +1,5 @@
 """optimize() finds what trying every schedule finds, at a fraction of the evaluations; what it promises its own replay
-keeps; what is infeasible is refused with the binding limit and the tightest possible bound."""
+keeps; what is infeasible is refused with the binding limit and the tightest bound found to work."""
 
 import math
 import re
@@ -158,7 +158,7 @@ def test_the_tightest_bound_that_is_named_works_and_a_tighter_one_does_not(
     policies = resolve_policies(policy)
     with pytest.raises(Infeasible) as refusal:
         optimize(asked(profile, law, 1e-3, about=about), policies=policies)
-    tightest = re.fullmatch(r"latency bound 1 ms, but .* possible bound is (.*)", str(refusal.value))
+    tightest = re.fullmatch(r"latency bound 1 ms, but .* bound found to work is (.*)", str(refusal.value))
     assert tightest is not None
     plan = optimize(asked(profile, law, seconds(tightest[1]), about=about), policies=policies).plan
     assert plan.replay is not None
@@ -180,7 +180,7 @@ def test_an_impossible_bound_is_answered_with_what_binds(profile: Profile) -> No
         "latency bound 1 ms, but the lowest-latency schedule, orca(max_num_seqs=1), needs 4.1 ms for an output of the "
         "99th-percentile length (5 tokens): the floor is one request alone, 6 layers at 68.3 us and 175 us around "
         "them, "
-        "5 times; the tightest possible bound is 4.11 ms"
+        "5 times; the tightest bound found to work is 4.11 ms"
     )
 
 

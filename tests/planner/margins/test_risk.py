@@ -228,7 +228,7 @@ def test_a_refusal_says_that_its_figures_have_the_margin_in_them(
     assert re.search(
         r"latency bound 1 ms, but with the margin of --risk, \d+\.\d %, the lowest-latency schedule, orca", text
     )
-    assert "the tightest possible bound with that margin is " in text
+    assert "the tightest bound found to work with that margin is " in text
     fast = command("--latency-bound", "10s", "--arrival-rate", "1e5", "--risk", "1%")
     assert main(fast) == 2
     assert "arrive, but within the bounds less the margin of --risk the most is " in capsys.readouterr().err

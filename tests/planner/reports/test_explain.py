@@ -115,7 +115,7 @@ def test_a_policy_whose_replays_break_a_bound_is_said_to_be_without_a_plan(profi
 
     def again(other: Problem, *, policies: tuple[str, ...] | None = None, told: Told = SILENT) -> Optimum:
         if policies == ("orca",):
-            raise Infeasible("latency bound 100 ms", nearest="the tightest latency bound would be 103 ms")
+            raise Infeasible("latency bound 100 ms", nearest="the tightest latency bound found to work is 103 ms")
         return optimize(other, policies=policies or names, told=told)
 
     optimum = optimize(asked, policies=names)
@@ -124,7 +124,7 @@ def test_a_policy_whose_replays_break_a_bound_is_said_to_be_without_a_plan(profi
     assert (found.schedule.policy, found.runner_up) == ("rra", None)
     text = explanation_lines(found)
     assert "another policy: none, no schedule of another policy keeps what is asked in its replays" in text
-    assert "no plan of orca: by its replays the tightest latency bound would be 103 ms" in text
+    assert "no plan of orca: by its replays the tightest latency bound found to work is 103 ms" in text
     assert as_json(found)["unplanned"] == list(found.unplanned)
 
 

@@ -54,7 +54,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_start_token_id": 0, "eos_token_id": None, "forced_eos_token_id": None,
     },
     "qwen3_moe": {**ROTARY, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {**ROTARY, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+    "gpt_oss": {
+        **ROTARY, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32,
+        },
+    },
     "deepseek_v2": {
         **ROTARY, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16,

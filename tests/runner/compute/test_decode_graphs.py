@@ -55,9 +55,9 @@ SHAPES = Kernels(
 """The references of attention and store read lengths on the host, unlike their kernels; these functions do not."""
 
 
-def runner_of(family: str, kernels: Kernels = REFERENCE, **options) -> ModelRunner:
+def runner_of(family: str, kernels: Kernels = REFERENCE, num_blocks: int = 24, **options) -> ModelRunner:
     spec = model_spec({"model_type": family, **SPECS[family]}, name="tiny")
-    return ModelRunner(spec, num_blocks=24, dummy_weights=True, paged_with=kernels, **options)
+    return ModelRunner(spec, num_blocks=num_blocks, dummy_weights=True, paged_with=kernels, **options)
 
 
 def prefilled(runner: ModelRunner, lengths: list[int]) -> tuple[list[SequenceState], dict[str, list[int]]]:

@@ -26,7 +26,7 @@ def test_every_family_is_ready_to_decode(family, phase, monkeypatch):
 
 def test_kernels_are_compiled_for_prompts_and_later_chunks_with_one_decode_or_many(monkeypatch):
     kinds = []
-    runner = runner_of("llama")
+    runner = runner_of("llama", num_blocks=96)
     forward = runner.forward
     monkeypatch.setattr(runner, "forward", lambda batch, *rest: kinds.append(batch) or forward(batch, *rest))
     warm_up_runner(runner, 5)

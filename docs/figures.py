@@ -243,6 +243,17 @@ def searched(key: str) -> Callable[[Record], str]:
     return made
 
 
+def searched_of_paper(*, whole: bool) -> Callable[[Record], str]:
+    """The same of the paper's scenarios whose points were all tried, or of the others, of which points were drawn."""
+
+    def made(record: Record) -> str:
+        losses = [case["loss"] for case in record["cases"] if case["whole"] == whole]
+        above = sum(loss < -1e-9 for loss in losses)
+        return f"{share_of(sum(loss < 1e-9 for loss in losses), len(losses))}, {above} of them with more"
+
+    return made
+
+
 def evaluations(record: Record) -> str:
     shares = [row["points"] / row["grid"] for row in record["rows"] if row["grid"] >= 5000]
     return f"{middle(shares, percent)}, {percent(max(shares))} at most, on {len(shares)} grids of 5,000 points and more"
@@ -1023,6 +1034,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "planner-policies": {"plans": best_plans},
     "search": {"optima": searched("rows"), "evaluations": evaluations},
     "search-cluster": {"optima": searched("cases"), "evaluations": cluster_evaluations},
+    "search-paper": {"whole": searched_of_paper(whole=True), "drawn": searched_of_paper(whole=False)},
     "planner-speed": {"times": planning_times, "repeats": lambda record: str(record["repeats"])},
     "planner-replay-speed-peer": {"times": replay_times, "differences": replay_differences},
     "planner-replay-speed-10m": {"cost": long_replay},

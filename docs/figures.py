@@ -244,12 +244,16 @@ def searched(key: str) -> Callable[[Record], str]:
 
 
 def searched_of_paper(*, whole: bool) -> Callable[[Record], str]:
-    """The same of the paper's scenarios whose points were all tried, or of the others, of which points were drawn."""
+    """The same of the paper's scenarios whose points were all tried, or of the others, of which points were drawn;
+    without cases in which neither has a schedule within the limits."""
 
     def made(record: Record) -> str:
-        losses = [case["loss"] for case in record["cases"] if case["whole"] == whole]
-        above = sum(loss < -1e-9 for loss in losses)
-        return f"{share_of(sum(loss < 1e-9 for loss in losses), len(losses))}, {above} of them with more"
+        losses = [
+            case["loss"] for case in record["cases"] if case["whole"] == whole and (case["found"] or case["loss"])
+        ]
+        above, alone = sum(loss < -1e-9 for loss in losses), sum(loss == -1 for loss in losses)
+        more = f", {above} of them with more" + (f" ({alone} where those have nothing in the bound)" if alone else "")
+        return f"{share_of(sum(loss < 1e-9 for loss in losses), len(losses))}{more}"
 
     return made
 
